@@ -1,0 +1,20 @@
+"""Reinforced Agent Merging (arXiv 2601.13572) for MergeKit: exact, out of core, whole-model RAM+.
+
+Importing the package registers ``ram``, ``ram_plus`` and ``ramplus_tl`` with MergeKit, now or when
+MergeKit is imported. With the package installed, ``import torch`` does the same.
+"""
+
+from mergekit_ram._activate import activate as _activate
+
+__all__ = ["__version__"]
+
+
+def __getattr__(name: str) -> str:
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("mergekit-ram")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+_activate()

@@ -56,12 +56,12 @@ class OverlapCounts:
     @property
     def unique(self) -> Counts:
         """Elements active in this agent alone, ``(n,)``."""
-        return self.overlap[:, :1].sum(axis=1)
+        return np.asarray(self.overlap[:, :1].sum(axis=1))
 
     @property
     def shared(self) -> Counts:
         """Elements active in this agent and at least one other, ``(n,)``."""
-        return self.overlap[:, 1:].sum(axis=1)
+        return np.asarray(self.overlap[:, 1:].sum(axis=1))
 
     @property
     def unique_elements(self) -> int:
@@ -131,10 +131,7 @@ def rescale_factor(shared: int, unique: int, r: float, alpha: float) -> float:
     (1 + r * alpha) when it shares elements, and as 1 when it changed nothing.
     """
     rho = overlap_unique_ratio(shared, unique)
-    if rho is None:
-        clipped = alpha if shared else 0.0
-    else:
-        clipped = min(rho, alpha)
+    clipped = (alpha if shared else 0.0) if rho is None else min(rho, alpha)
     # r == 0 switches RAM+ off, whatever alpha is: 0 * inf must not become NaN.
     return 1.0 + r * clipped if r and clipped else 1.0
 
@@ -147,6 +144,4 @@ def rescale_factors(
         agent: (int(shared), int(unique))
         for agent, shared, unique in zip(counts.agents, counts.shared, counts.unique, strict=True)
     }
-    return {
-        agent: rescale_factor(*table.get(agent, (0, 0)), r[agent], alpha[agent]) for agent in r
-    }
+    return {agent: rescale_factor(*table.get(agent, (0, 0)), r[agent], alpha[agent]) for agent in r}

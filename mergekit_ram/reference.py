@@ -6,6 +6,7 @@ It holds whole arrays in memory and shares no code with the kernels.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -81,7 +82,7 @@ def merge(
 
 def count(
     base: torch.Tensor, agents: Sequence[torch.Tensor], *, epsilon: Sequence[float]
-) -> dict[str, object]:
+) -> dict[str, Any]:
     """Count classes and overlaps of one tensor, one element after the other.
 
     Returns:
@@ -95,7 +96,7 @@ def count(
         task_vectors, active = _active(base, agents, epsilon)
     raw_base = base.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     size = base.element_size()
-    result = {
+    result: dict[str, Any] = {
         "elements": base.numel(),
         "unchanged": 0,
         "unique": 0,

@@ -22,7 +22,7 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.errors import NumbaError
+from numba.core.caching import NullCache
 from numba.extending import intrinsic, overload
 
 from mergekit_ram.errors import warn_once
@@ -61,7 +61,7 @@ def _warn_no_cache(error: Exception):
 # Each helper has a Python body, used with NUMBA_DISABLE_JIT=1, and a compiled one.
 
 
-def _array_at(address: int, count: int, like: np.ndarray) -> np.ndarray:
+def _array_at(address, count, like):
     """View ``count`` items of ``like``'s dtype at ``address``."""
     memory = (ctypes.c_byte * (int(count) * like.itemsize)).from_address(int(address))
     return np.frombuffer(memory, like.dtype)
@@ -114,9 +114,7 @@ def _to_float16(value):
     sign = np.uint32(np.uint32(x >> np.uint32(16)) & np.uint32(0x8000))
     a = np.uint32(x & np.uint32(0x7FFFFFFF))
     # Adding 0.5 leaves room for steps of 2**-24 alone: the hardware rounds to a subnormal.
-    tiny = np.uint32(
-        _bits(np.float32(_float32(a) + np.float32(0.5))) - np.uint32(0x3F000000)
-    )
+    tiny = np.uint32(_bits(np.float32(_float32(a) + np.float32(0.5))) - np.uint32(0x3F000000))
     odd = np.uint32(np.uint32(a >> np.uint32(13)) & np.uint32(1))
     rounded = np.uint32(np.uint32(a + np.uint32(np.uint32(0xFFF) + odd)) >> np.uint32(13))
     normal = np.uint32(rounded - np.uint32(112 << 10))
@@ -257,9 +255,7 @@ def _add_agent(raw, scratch, epsilon, weight, rescale):
 
 
 @_compile
-def _add_agent_checked(
-    raw, scratch, epsilon, weight, rescale, largest, bad, i
-):
+def _add_agent_checked(raw, scratch, epsilon, weight, rescale, largest, bad, i):
     """As ``_add_agent``, for blocks with non-finite values, which it counts in ``bad``."""
     one = scratch.dtype.type(1)
     for j in range(raw.size):
@@ -367,9 +363,7 @@ def merge_range(
 
 
 @_compile
-def _mark_agent(
-    raw, scratch, active, row, epsilon, largest
-):
+def _mark_agent(raw, scratch, active, epsilon, largest):
     """Mark where one agent's block is active; elements changed below epsilon, and non-finite."""
     zero = scratch.dtype.type(0)
     one = scratch.dtype.type(1)
@@ -383,12 +377,12 @@ def _mark_agent(
         base = scratch[BASE + j]
         tau = value - base
         on = abs(tau) > epsilon
-        active[row + j] = np.int32(on)
+        active[j] = np.uint32(on)
         scratch[COUNT + j] += one if on else zero
         flag = positive if tau > zero else negative
         scratch[SIGN + j] = _or_bits(scratch[SIGN + j], flag if on else zero)
-        differs = _bits(value) != _bits(base)
-        below = np.uint32(below + np.uint32(differs and not on))
+        differs = np.uint32(_bits(value) != _bits(base))
+        below = np.uint32(below + np.uint32(differs & np.uint32(not on)))
         bad = np.uint32(bad | np.uint32(not (abs(tau) <= largest)))
     return below, bad != np.uint32(0)
 
@@ -404,35 +398,38 @@ def _count_non_finite(raw, scratch, largest, bad, i):
 
 
 @_compile
-def _sum_where(active, row, counts, size, wanted):
+def _sum_where(active, scratch, wanted):
     """Elements of the block that are active in the row and in ``wanted`` agents in all."""
-    hits = np.int32(0)
-    for j in range(size):
-        equal = np.int32(counts[COUNT + j] == wanted)
-        hits = np.int32(hits + np.int32(active[row + j] & equal))
+    hits = np.uint32(0)
+    for j in range(active.size):
+        equal = np.uint32(scratch[COUNT + j] == wanted)
+        hits = np.uint32(hits + np.uint32(active[j] & equal))
     return hits
 
 
 @_compile
-def _sum_both(active, row, other, size):
-    hits = np.int32(0)
-    for j in range(size):
-        hits = np.int32(hits + np.int32(active[row + j] & active[other + j]))
+def _sum_both(active, other):
+    hits = np.uint32(0)
+    for j in range(active.size):
+        hits = np.uint32(hits + np.uint32(active[j] & other[j]))
     return hits
 
 
 @_compile
-def _most(scratch, size):
-    """Largest number of agents active in one element of the block, and its sign conflicts."""
-    both = _or_bits(scratch.dtype.type(1), scratch.dtype.type(2))
-    most = scratch.dtype.type(0)
-    conflicts = np.int32(0)
+def _tally(scratch, size):
+    """Elements of the block that are active at all, shared, and of conflicting signs."""
+    one = scratch.dtype.type(1)
+    two = scratch.dtype.type(2)
+    both = _bits(_or_bits(one, two))
+    touched = np.uint32(0)
+    shared = np.uint32(0)
+    conflicts = np.uint32(0)
     for j in range(size):
         count = scratch[COUNT + j]
-        most = count if count > most else most
-        conflict = np.int32(_bits(scratch[SIGN + j]) == _bits(both))
-        conflicts = np.int32(conflicts + conflict)
-    return int(most), conflicts
+        touched = np.uint32(touched + np.uint32(count >= one))
+        shared = np.uint32(shared + np.uint32(count >= two))
+        conflicts = np.uint32(conflicts + np.uint32(_bits(scratch[SIGN + j]) == both))
+    return touched, shared, conflicts
 
 
 @_compile
@@ -458,52 +455,38 @@ def count_range(
     """
     n = epsilon.size
     scratch = np.empty(4 * PITCH, epsilon.dtype)
-    active = np.empty(n * PITCH, np.int32)
+    active = np.empty(n * PITCH, np.uint32)
     for low in range(start, stop, BLOCK):
         size = min(BLOCK, stop - low)
         offset = low * like.itemsize
         _load_base(_array_at(inputs[0] + offset, size, like), scratch)
         for i in range(n):
             agent = _array_at(inputs[1 + i] + offset, size, like)
-            below, suspect = _mark_agent(
-                agent, scratch, active, i * PITCH, epsilon[i], largest[0]
-            )
+            row = active[i * PITCH : i * PITCH + size]
+            below, suspect = _mark_agent(agent, scratch, row, epsilon[i], largest[0])
             table[2 * n, i] += below
             if suspect:
                 _count_non_finite(agent, scratch, largest[0], bad, i)
-        most, conflicts = _most(scratch, size)
-        table[2 * n + 1, 0] += conflicts
-        if most == 0:
+        touched, shared, conflicts = _tally(scratch, size)
+        if touched == 0:
             continue
+        table[2 * n + 1, 0] += conflicts
+        most = n if shared else 1
         for i in range(n):
+            row = active[i * PITCH : i * PITCH + size]
             for k in range(most):
-                wanted = scratch.dtype.type(k + 1)
-                table[i, k] += _sum_where(active, i * PITCH, scratch, size, wanted)
-            for other in range(i, n):
-                both = _sum_both(active, i * PITCH, other * PITCH, size)
-                table[n + i, other] += both
+                table[i, k] += _sum_where(row, scratch, scratch.dtype.type(k + 1))
+            for k in range(i, n):
+                table[n + i, k] += _sum_both(row, active[k * PITCH : k * PITCH + size])
 
 
 def call(function, *arguments):
     """Call a kernel; where its machine code cannot be saved, without saving it."""
-    with np.errstate(all="ignore"):
-        try:
-            function(*arguments)
-        except (OSError, NumbaError) as error:
-            if not _caches() or isinstance(error, NumbaError):
-                raise
-            _warn_no_cache(error)
-            _forget_caches()
-            function(*arguments)
-
-
-def _caches():
-    return any(hasattr(f, "enable_caching") for f in COMPILED)
-
-
-def _forget_caches():
-    from numba.core.caching import NullCache
-
-    for function in COMPILED:
-        if hasattr(function, "_cache"):
-            function._cache = NullCache()
+    try:
+        function(*arguments)
+    except OSError as error:
+        # Raised while saving, before the kernel has run.
+        _warn_no_cache(error)
+        for compiled in COMPILED:
+            compiled._cache = NullCache()
+        function(*arguments)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 CHUNK = 1 << 20
@@ -23,12 +24,14 @@ def _non_finite(
 ) -> torch.Tensor:
     """Count changed elements with a non-finite value: in the base, and in each agent."""
     broken = ~base.isfinite()
-    counts = [sum((d & broken).sum() for d in differ)]
-    counts += [(d & ~a.isfinite()).sum() for a, d in zip(agents, differ, strict=True)]
-    return torch.stack([torch.as_tensor(c, device=base.device) for c in counts])
+    counts = torch.zeros(len(agents) + 1, dtype=torch.int64, device=base.device)
+    for i, (agent, changed) in enumerate(zip(agents, differ, strict=True)):
+        counts[0] += (changed & broken).sum()
+        counts[1 + i] = (changed & ~agent.isfinite()).sum()
+    return counts
 
 
-def _merge_flat(
+def _merge(
     base: torch.Tensor,
     agents: Sequence[torch.Tensor],
     epsilon: Sequence[float],
@@ -66,59 +69,56 @@ def _merge_flat(
     return rounded, bad
 
 
-def merge_into(
-    out: torch.Tensor | None,
-    base: torch.Tensor,
-    agents: Sequence[torch.Tensor],
+def merge_differentiably(
+    inputs: Sequence[torch.Tensor],
     epsilon: Sequence[float],
     weight: Sequence[float],
     rescale: Sequence[float],
     wide: torch.dtype,
-) -> tuple[torch.Tensor, list[int]]:
-    """Merge flat tensors of one dtype into ``out``, or differentiably where ``out`` is None.
+) -> tuple[torch.Tensor, np.ndarray]:
+    """Merge tensors of one dtype in one piece; gradients flow to those that require them.
 
     Returns:
-        The merged tensor and counts of what is wrong, ``n + 2`` (see ``merge_range``).
+        The merged tensor of the inputs' dtype and counts of what is wrong, int64 ``(n + 2,)``.
     """
-    if out is None:
-        merged, bad = _merge_flat(base, agents, epsilon, weight, rescale, wide)
-        return merged, bad.tolist()
-    # Counts stay on the device: one transfer per tensor, not one per chunk.
-    bad = torch.zeros(len(agents) + 2, dtype=torch.int64, device=base.device)
-    for low in range(0, base.numel(), CHUNK):
-        part = slice(low, low + CHUNK)
-        merged, wrong = _merge_flat(
-            base[part], [agent[part] for agent in agents], epsilon, weight, rescale, wide
-        )
-        out[part] = merged
-        bad += wrong
-    return out, bad.tolist()
+    merged, bad = _merge(inputs[0], inputs[1:], epsilon, weight, rescale, wide)
+    return merged, bad.cpu().numpy()
 
 
-def count(
-    base: torch.Tensor,
-    agents: Sequence[torch.Tensor],
+def merge_flat(
+    out: torch.Tensor,
+    inputs: Sequence[torch.Tensor],
     epsilon: Sequence[float],
+    weight: Sequence[float],
+    rescale: Sequence[float],
     wide: torch.dtype,
-) -> tuple[torch.Tensor, list[int]]:
-    """Count flat tensors of one dtype.
+) -> np.ndarray:
+    """Merge flat inputs of the output's dtype; what is wrong, int64 ``(n + 2,)``."""
+    # Counts stay on the device: one transfer per tensor, not one per chunk.
+    bad = torch.zeros(len(inputs) + 1, dtype=torch.int64, device=out.device)
+    for low in range(0, out.numel(), CHUNK):
+        base, *agents = (tensor[low : low + CHUNK] for tensor in inputs)
+        out[low : low + CHUNK], faults = _merge(base, agents, epsilon, weight, rescale, wide)
+        bad += faults
+    return bad.cpu().numpy()
 
-    Returns:
-        The int64 table ``(2 n + 2, n)`` and the ``n + 2`` counts of ``count_range``.
-    """
-    n = len(agents)
-    table = torch.zeros((2 * n + 2, n), dtype=torch.int64, device=base.device)
-    bad = torch.zeros(n + 2, dtype=torch.int64, device=base.device)
-    for low in range(0, base.numel(), CHUNK):
-        part = slice(low, low + CHUNK)
-        raw = base[part]
-        theta = raw.to(wide)
-        parts = [agent[part] for agent in agents]
-        differ = [_bits_differ(agent, raw) for agent in parts]
-        active = []
-        up = torch.zeros_like(raw, dtype=torch.bool)
+
+def count_flat(
+    inputs: Sequence[torch.Tensor], epsilon: Sequence[float], wide: torch.dtype
+) -> tuple[np.ndarray, np.ndarray]:
+    """Count flat inputs of one dtype: the table and the faults of ``count_range``."""
+    n = len(epsilon)
+    device = inputs[0].device
+    table = torch.zeros((2 * n + 2, n), dtype=torch.int64, device=device)
+    bad = torch.zeros(n + 2, dtype=torch.int64, device=device)
+    for low in range(0, inputs[0].numel(), CHUNK):
+        base, *agents = (tensor[low : low + CHUNK] for tensor in inputs)
+        theta = base.to(wide)
+        differ = [_bits_differ(agent, base) for agent in agents]
+        active: list[torch.Tensor] = []
+        up = torch.zeros_like(base, dtype=torch.bool)
         down = torch.zeros_like(up)
-        for i, (agent, changed, eps) in enumerate(zip(parts, differ, epsilon, strict=True)):
+        for i, (agent, changed, eps) in enumerate(zip(agents, differ, epsilon, strict=True)):
             tau = agent.to(wide) - theta
             on = tau.abs() > eps
             active.append(on)
@@ -126,10 +126,12 @@ def count(
             down |= on & (tau < 0)
             table[2 * n, i] += (changed & ~on).sum()
         table[2 * n + 1, 0] += (up & down).sum()
-        number = sum(on.to(torch.int32) for on in active)
+        number = torch.zeros_like(base, dtype=torch.int64)
+        for on in active:
+            number += on
         for i, on in enumerate(active):
             table[i] += torch.bincount(number[on], minlength=n + 1)[1:]
             for j in range(i, n):
                 table[n + i, j] += (on & active[j]).sum()
-        bad[:-1] += _non_finite(raw, parts, differ)
-    return table.cpu(), bad.tolist()
+        bad[:-1] += _non_finite(base, agents, differ)
+    return table.cpu().numpy(), bad.cpu().numpy()

@@ -1,0 +1,115 @@
+"""The only module that touches what MergeKit does not offer as an interface.
+
+Each touch stands with its reason; ``tests/test_mergekit_internals.py`` fails for each with a
+message that says what a MergeKit release has changed.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from types import ModuleType
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import BatchOptions, MergeMethod, TensorGroup
+
+# Marks parameters that were bound by a direct call, whose groups are the whole model. The graph
+# calls ``_execute_resolved`` without binding, so its parameters do not carry it.
+_DIRECT_CALL = "mergekit_ram.direct_call"
+
+
+class WholeCallMethod(MergeMethod):
+    """A merge method that sees all tensor groups of one call, and how it was called.
+
+    ``MergeMethod`` offers batches or single groups; only ``_execute`` sees the call as a whole.
+    It is overridden also because the ready-made ones convert every input to a common dtype in
+    full before the method is asked.
+    """
+
+    @abstractmethod
+    def merge_call(
+        self,
+        groups: Sequence[TensorGroup],
+        parameters: Sequence[Mapping[str, Any]],
+        *,
+        dtypes: Sequence[torch.dtype | None],
+        out_dtype: torch.dtype | None,
+        whole_model: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Merge the groups.
+
+        Args:
+            groups: one per output tensor; inputs in their stored dtypes.
+            parameters: bound values per group.
+            dtypes: per group, the dtype that inputs are to be rounded to first.
+            out_dtype: dtype of the results, where it is not that of the inputs.
+            whole_model: whether the groups are all that this merge consists of.
+        """
+
+    def _bind_parameters(
+        self, groups: Sequence[TensorGroup], parameters: Mapping[str, Any]
+    ) -> list[dict[str, Any]]:
+        bound = super()._bind_parameters(groups, parameters)
+        return [{**values, _DIRECT_CALL: True} for values in bound]
+
+    def _execute(
+        self,
+        groups: Sequence[TensorGroup],
+        parameters: list[dict[str, Any]],
+        options: BatchOptions,
+        *,
+        input_dtypes: Sequence[torch.dtype | None],
+        out_dtype: torch.dtype | None = None,
+    ) -> tuple[torch.Tensor, ...]:
+        return self.merge_call(
+            groups,
+            parameters,
+            dtypes=input_dtypes,
+            out_dtype=out_dtype,
+            whole_model=all(_DIRECT_CALL in values for values in parameters),
+        )
+
+
+def replace_methods(registry: ModuleType, methods: Sequence[MergeMethod]) -> None:
+    """Put the methods into MergeKit's registry, over built-ins of the same name.
+
+    ``register`` refuses a name that is taken, so that the table itself has to be written.
+    """
+    table = registry._METHODS
+    if not isinstance(table, dict) or registry.get("linear") is not table["linear"]:
+        raise TypeError("mergekit.merge_methods.registry no longer keeps methods in _METHODS")
+    table.update({method.spec.name: method for method in methods})
+
+
+def wrap_planner(planning: ModuleType, before: Callable[[Any, Any], None]) -> None:
+    """Call ``before(config, method)`` when ``MergePlanner`` plans a merge.
+
+    ``_plan`` is what planning to disk and in memory have in common, and runs before the planner
+    rewrites the config.
+    """
+    planner = planning.MergePlanner
+    plan = planner._plan
+
+    @functools.wraps(plan)
+    def _plan(self: Any) -> None:
+        before(self.config, self._method)
+        plan(self)
+
+    planner._plan = _plan
+
+
+def wrap_flat_planner(script: Any, before: Callable[[Any, Any], None]) -> None:
+    """Call ``before(config, method)`` when mergekit-pytorch plans a merge.
+
+    The script looks its function up by name, so that it can be replaced in the module.
+    """
+    plan = script.plan_flat_merge
+
+    @functools.wraps(plan)
+    def plan_flat_merge(config: Any, *args: Any, **kwargs: Any) -> Any:
+        before(config, script.merge_methods.get(config.merge_method))
+        return plan(config, *args, **kwargs)
+
+    script.plan_flat_merge = plan_flat_merge

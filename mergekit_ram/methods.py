@@ -1,0 +1,195 @@
+"""The merge methods ``ram``, ``ram_plus`` and ``ramplus_tl``: one class, three names."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from mergekit.merge_methods.base import (
+    BasePolicy,
+    InputContract,
+    MergeMethodSpec,
+    TensorEntry,
+    TensorGroup,
+)
+
+from mergekit_ram import kernels
+from mergekit_ram._mergekit import WholeCallMethod
+from mergekit_ram.errors import NonFiniteError, PipelineError, UnsupportedInputError
+from mergekit_ram.kernels import BadValues
+from mergekit_ram.overlap import OverlapCounts, rescale_factors
+from mergekit_ram.parameters import parameter_specs
+
+REFERENCE_URL = "https://arxiv.org/abs/2601.13572"
+
+
+class RamMethod(WholeCallMethod):
+    """Reinforced Agent Merging (arXiv 2601.13572), with the rescaling of RAM+ where ``r > 0``.
+
+    Inputs are bfloat16, float16, float32 or float64 tensors of any shape; arithmetic is float32
+    (float64 for float64) and the result is rounded once, to the inputs' dtype unless MergeKit
+    asks for another. Scratch memory is bounded whatever the tensor's size.
+
+    Args:
+        name: under which MergeKit finds the method.
+        pretty_name: shown in model cards.
+        r: default of the parameter ``r``.
+        tensor_local: whether rho is counted over each tensor instead of the whole model.
+    """
+
+    def __init__(self, name: str, pretty_name: str, *, r: float, tensor_local: bool) -> None:
+        self.tensor_local = tensor_local
+        self.spec = MergeMethodSpec(
+            name=name,
+            pretty_name=pretty_name,
+            reference_url=REFERENCE_URL,
+            contract=InputContract(base=BasePolicy.REQUIRED),
+            parameters=parameter_specs(r),
+        )
+
+    def merge_call(
+        self,
+        groups: Sequence[TensorGroup],
+        parameters: Sequence[Mapping[str, Any]],
+        *,
+        dtypes: Sequence[torch.dtype | None],
+        out_dtype: torch.dtype | None,
+        whole_model: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        """Merge all groups of one call; see ``WholeCallMethod``."""
+        rescaled = [
+            self.rescales(group, values) for group, values in zip(groups, parameters, strict=True)
+        ]
+        if any(rescaled) and not self.tensor_local:
+            raise PipelineError(
+                f"{self.spec.name}: RAM+ (r > 0) is not available yet except per tensor, as "
+                "merge_method: ramplus_tl. Set r: 0 for RAM."
+            )
+        results = []
+        for group, values, rescale, dtype in zip(groups, parameters, rescaled, dtypes, strict=True):
+            factors: Mapping[Hashable, float] = {}
+            if rescale:
+                counts = self.count_group(group, values, dtype)
+                factors = rescale_factors(counts, values["r"], values["alpha"])
+            results.append(self.merge_group(group, values, factors, dtype, out_dtype))
+        return tuple(results)
+
+    def rescales(self, group: TensorGroup, values: Mapping[str, Any]) -> bool:
+        """Whether a rescale factor of this group can differ from 1."""
+        agents = _participants(group, values)
+        return any(values["r"][a.id] > 0 and values["alpha"][a.id] > 0 for a in agents)
+
+    def count_group(
+        self, group: TensorGroup, values: Mapping[str, Any], dtype: torch.dtype | None
+    ) -> OverlapCounts:
+        """Count how the agents of one group overlap.
+
+        Raises:
+            NonFiniteError: the counts have no meaning, since a changed value is not a number.
+        """
+        base, agents = _base(group), _participants(group, values)
+        if not agents:
+            return OverlapCounts.zero(())
+        with self._naming(group):
+            counts, bad = kernels.count(
+                base.tensor,
+                [a.tensor for a in agents],
+                epsilon=[values["epsilon"][a.id] for a in agents],
+                names=[a.id for a in agents],
+                dtype=dtype,
+            )
+        self._raise_bad(group, agents, bad, dtype)
+        return counts
+
+    def merge_group(
+        self,
+        group: TensorGroup,
+        values: Mapping[str, Any],
+        factors: Mapping[Hashable, float],
+        dtype: torch.dtype | None,
+        out_dtype: torch.dtype | None,
+    ) -> torch.Tensor:
+        """Merge one group with the given rescale factors (1 for agents without one).
+
+        Raises:
+            NonFiniteError: a changed value is NaN or infinite, or a result overflows.
+        """
+        base, agents = _base(group), _participants(group, values)
+        if not agents:
+            unchanged: torch.Tensor = base.tensor.to(dtype=out_dtype or dtype)
+            return unchanged
+        with self._naming(group):
+            merged, bad = kernels.merge(
+                base.tensor,
+                [a.tensor for a in agents],
+                epsilon=[values["epsilon"][a.id] for a in agents],
+                weight=[values["weight"][a.id] for a in agents],
+                rescale=[factors.get(a.id, 1.0) for a in agents],
+                dtype=dtype,
+                out_dtype=out_dtype,
+            )
+        self._raise_bad(group, agents, bad, out_dtype or dtype)
+        return merged
+
+    @contextlib.contextmanager
+    def _naming(self, group: TensorGroup) -> Iterator[None]:
+        """Say in errors which tensor of which models they are about."""
+        try:
+            yield
+        except UnsupportedInputError as error:
+            models = ", ".join(str(entry.id) for entry in group.entries)
+            message = f"{self._at(group)}: {error.message} (models: {models})"
+            raise UnsupportedInputError(message) from None
+
+    def _at(self, group: TensorGroup) -> str:
+        return f"{self.spec.name}: tensor '{group.metadata.name or 'without a name'}'"
+
+    def _raise_bad(
+        self,
+        group: TensorGroup,
+        agents: Sequence[TensorEntry],
+        bad: BadValues,
+        dtype: torch.dtype | None,
+    ) -> None:
+        if not bad:
+            return
+        base = _base(group)
+        if bad.base or any(bad.agents):
+            found = [(f"the base model {base.id}", bad.base)]
+            found += [(f"{a.id}", n) for a, n in zip(agents, bad.agents, strict=True)]
+            where = "; ".join(f"{_elements(n)} in {model}" for model, n in found if n)
+            raise NonFiniteError(
+                f"{self._at(group)}: NaN or infinite values where an agent differs from the "
+                f"base model: {where}. Nothing was written for it. Repair or leave out that "
+                "model."
+            )
+        raise NonFiniteError(
+            f"{self._at(group)}: the merge of {_elements(bad.overflow)} is larger than {dtype} "
+            f"holds (agents: {', '.join(str(a.id) for a in agents)}). Nothing was written for "
+            "it. Use `dtype: float32`, or smaller weights."
+        )
+
+
+def _elements(n: int) -> str:
+    return f"{n:,} element{'s' if n != 1 else ''}"
+
+
+def _base(group: TensorGroup) -> TensorEntry:
+    base = group.base
+    assert base is not None  # the contract requires one
+    return base
+
+
+def _participants(group: TensorGroup, values: Mapping[str, Any]) -> list[TensorEntry]:
+    """Agents that take part in this tensor: a weight of 0 is as if not listed."""
+    return [entry for entry in group.non_base if values["weight"][entry.id] != 0]
+
+
+RAM = RamMethod("ram", "Reinforced Agent Merging", r=0.0, tensor_local=False)
+RAM_PLUS = RamMethod("ram_plus", "Reinforced Agent Merging Plus", r=0.1, tensor_local=False)
+RAMPLUS_TL = RamMethod(
+    "ramplus_tl", "Reinforced Agent Merging Plus (Tensor-Local)", r=0.1, tensor_local=True
+)
+METHODS = (RAM, RAM_PLUS, RAMPLUS_TL)

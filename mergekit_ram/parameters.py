@@ -1,0 +1,164 @@
+"""The methods' parameters: names, defaults, what each accepts, and errors that say so."""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+
+from mergekit_ram.errors import ParameterError, warn_once
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What one parameter accepts."""
+
+    accepts: Callable[[float], bool]
+    wanted: str
+    description: str
+
+
+_RULES = {
+    "epsilon": _Rule(
+        lambda v: math.isfinite(v) and v >= 0,
+        "a finite number of at least 0",
+        "an element counts as changed where |agent - base| is larger",
+    ),
+    "weight": _Rule(
+        math.isfinite,
+        "a finite number",
+        "factor of the agent's task vector in the merged value; 0 leaves the agent out",
+    ),
+    "r": _Rule(
+        lambda v: math.isfinite(v) and v >= 0,
+        "a finite number of at least 0",
+        "strength of RAM+'s rescaling of what only one agent changed; 0 switches it off",
+    ),
+    "alpha": _Rule(
+        lambda v: v >= 0,
+        "a number of at least 0",
+        "upper limit of the overlap-unique ratio rho in RAM+'s factor 1 + r * min(rho, alpha)",
+    ),
+}
+
+NAMES = tuple(_RULES)
+
+
+def check(name: str, value: Any) -> float:
+    """Return ``value`` as the number that the parameter ``name`` stands for.
+
+    Numbers and quoted numbers are taken (YAML reads ``1e-5`` as a string), booleans are not.
+
+    Raises:
+        ParameterError: the value is not one that the parameter accepts.
+    """
+    rule = _RULES[name]
+    number = math.nan
+    if isinstance(value, Real | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            number = float(value)
+    if math.isnan(number) or not rule.accepts(number):
+        raise ParameterError(f"{name}: {value!r} is not allowed; it must be {rule.wanted}.")
+    return number
+
+
+@dataclass(frozen=True)
+class RamParameter(ParameterSpec):
+    """A parameter per agent whose values are checked by ``check``."""
+
+    def validate(self, value: Any) -> float:
+        """Return the number; see ``check``."""
+        return check(self.name, value)
+
+
+def parameter_specs(r: float) -> tuple[ParameterSpec, ...]:
+    """Specifications of all parameters, with ``r`` as the default of the method's ``r``."""
+    defaults = {"epsilon": 1e-5, "weight": 1.0, "r": r, "alpha": 0.2}
+    return tuple(
+        RamParameter(
+            name=name,
+            value_type=float,
+            scope=ParameterScope.NON_BASE,
+            default=defaults[name],
+            description=rule.description,
+        )
+        for name, rule in _RULES.items()
+    )
+
+
+def check_config(method: str, config: Any) -> None:
+    """Check every ``parameters`` section of a merge configuration.
+
+    A value that the method does not accept is an error with its place in the config; a key that
+    the method does not know is a warning with the closest name, since MergeKit ignores it.
+
+    Args:
+        method: the name of the merge method, for the messages.
+        config: a MergeConfiguration of mergekit-yaml or the one of mergekit-pytorch.
+
+    Raises:
+        ParameterError: at the first value that is not accepted.
+    """
+    for place, settings in _sections(config):
+        for key, setting in settings.items():
+            if key in _RULES:
+                for value in _scalars(setting):
+                    try:
+                        check(key, value)
+                    except ParameterError as error:
+                        raise ParameterError(f"{place}.{error.message}") from None
+            else:
+                close = difflib.get_close_matches(key, NAMES, n=1, cutoff=0.5)
+                hint = f" Did you mean '{close[0]}'?" if close else ""
+                warn_once(
+                    f"{place}.{key}: the merge method '{method}' has no such parameter; it is "
+                    f"ignored.{hint} Parameters: {', '.join(NAMES)}.",
+                    key=("unknown parameter", method, key),
+                )
+
+
+def _sections(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every ``parameters`` mapping with its place in the config."""
+    yield from _own("", config)
+    yield from _models("", getattr(config, "models", None))
+    yield from _slices("", getattr(config, "slices", None))
+    for name, module in (getattr(config, "modules", None) or {}).items():
+        place = f"modules.{name}."
+        yield from _own(place, module)
+        yield from _models(place, module.models)
+        yield from _slices(place, module.slices)
+
+
+def _own(place: str, section: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if section.parameters:
+        yield f"{place}parameters", section.parameters
+
+
+def _models(place: str, models: Sequence[Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for index, definition in enumerate(models or ()):
+        yield from _own(f"{place}models[{index}] ({definition.model}).", definition)
+
+
+def _slices(place: str, slices: Sequence[Any] | None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for index, definition in enumerate(slices or ()):
+        yield from _own(f"{place}slices[{index}].", definition)
+        for number, source in enumerate(definition.sources):
+            inner = f"{place}slices[{index}].sources[{number}] ({source.model})."
+            yield from _own(inner, source)
+
+
+def _scalars(setting: Any) -> Iterable[Any]:
+    """All values in a setting: a scalar, a gradient, or values under filters."""
+    if isinstance(setting, list | tuple):
+        for item in setting:
+            yield from _scalars(item)
+    elif hasattr(setting, "filter"):
+        yield from _scalars(setting.value)
+    else:
+        yield setting
