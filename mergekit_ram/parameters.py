@@ -60,7 +60,9 @@ def check(name: str, value: Any) -> float:
     """
     rule = _RULES[name]
     number = math.nan
-    if isinstance(value, Real | str) and not isinstance(value, bool):
+    # A boolean is a number to Python, and never what the config's author meant.
+    is_switch = isinstance(value, bool)
+    if isinstance(value, Real | str) and not is_switch:
         with contextlib.suppress(ValueError):
             number = float(value)
     if math.isnan(number) or not rule.accepts(number):

@@ -26,7 +26,10 @@ def pieces(
         return
     itemsize = max(dtype.itemsize, inner.itemsize)
     for index in _split(tensors[0].shape, max(1, STAGING // (2 * len(tensors) * itemsize))):
-        yield index, [t.detach()[index].to(dtype).to(inner).reshape(-1) for t in tensors]
+        yield (
+            index,
+            [t.detach()[index].to(dtype).to(inner).reshape(-1).contiguous() for t in tensors],
+        )
 
 
 def _split(shape: Sequence[int], limit: int) -> Iterator[Index]:
