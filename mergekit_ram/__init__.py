@@ -4,9 +4,9 @@ Importing the package registers ``ram``, ``ram_plus`` and ``ramplus_tl`` with Me
 MergeKit is imported. With the package installed, ``import torch`` does the same.
 """
 
-from mergekit_ram._activate import activate as _activate
+from mergekit_ram._activate import activate
 
-__all__ = ["__version__"]
+__all__ = ["__version__", "activate"]
 
 
 def __getattr__(name: str) -> str:
@@ -17,4 +17,4 @@ def __getattr__(name: str) -> str:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-_activate()
+activate()
