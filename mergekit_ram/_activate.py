@@ -13,17 +13,18 @@ import os
 import re
 import sys
 import threading
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
 DISABLE = "MERGEKIT_RAM_DISABLE"
 OLDEST, BEFORE = (0, 1, 5), (0, 2)
 
-# What extends each module: a function of ``mergekit_ram.install``.
+# What extends each module: a function of ours that is called with it.
 TARGETS = {
-    "mergekit.merge_methods.registry": "install_methods",
-    "mergekit.plan": "install_planner",
-    "mergekit.scripts.merge_raw_pytorch": "install_flat_planner",
+    "mergekit.merge_methods.registry": "mergekit_ram.methods:install",
+    "mergekit.plan": "mergekit_ram.planning:install",
+    "mergekit.scripts.merge_raw_pytorch": "mergekit_ram.planning:install_flat",
 }
 
 _lock = threading.RLock()
@@ -120,9 +121,8 @@ def _install(module: ModuleType) -> None:
             if unsupported:
                 _complain(unsupported)
                 return
-            from mergekit_ram import install
-
-            getattr(install, TARGETS[name])(module)
+            extension, function = TARGETS[name].split(":")
+            getattr(import_module(extension), function)(module)
     except Exception as error:
         _complain(f"{name} could not be extended ({type(error).__name__}: {error})")
 

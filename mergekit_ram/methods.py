@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -16,13 +18,17 @@ from mergekit.merge_methods.base import (
 )
 
 from mergekit_ram import kernels
-from mergekit_ram._mergekit import WholeCallMethod
+from mergekit_ram._mergekit.methods import WholeCallMethod, replace_methods
 from mergekit_ram.errors import NonFiniteError, PipelineError, UnsupportedInputError
 from mergekit_ram.kernels import BadValues
 from mergekit_ram.overlap import OverlapCounts, rescale_factors
 from mergekit_ram.parameters import parameter_specs
 
 REFERENCE_URL = "https://arxiv.org/abs/2601.13572"
+
+# Parameters that our own tasks add: what to do instead of merging, and what was measured.
+MEASURE = "mergekit_ram.measure"
+OVERLAP = "mergekit_ram.overlap"
 
 
 class RamMethod(WholeCallMethod):
@@ -58,25 +64,58 @@ class RamMethod(WholeCallMethod):
         out_dtype: torch.dtype | None,
         whole_model: bool,
     ) -> tuple[torch.Tensor, ...]:
-        """Merge all groups of one call; see ``WholeCallMethod``."""
-        rescaled = [
-            self.rescales(group, values) for group, values in zip(groups, parameters, strict=True)
-        ]
-        if any(rescaled) and not self.tensor_local:
-            raise PipelineError(
-                f"{self.spec.name}: RAM+ (r > 0) is not available yet except per tensor, as "
-                "merge_method: ramplus_tl. Set r: 0 for RAM."
-            )
+        """Merge all groups of one call; see ``WholeCallMethod``.
+
+        With ``MEASURE`` among a group's parameters the result is its ``OverlapCounts`` instead.
+        """
+        calls = list(zip(groups, parameters, dtypes, strict=True))
+        if any(MEASURE in values for values in parameters):
+            return tuple(self.count_group(*call) for call in calls)  # type: ignore[misc]
+        overlap: OverlapCounts | None = None
+        if whole_model and not self.tensor_local and any(self._rescales(*c[:2]) for c in calls):
+            overlap = self._count_all(calls)
         results = []
-        for group, values, rescale, dtype in zip(groups, parameters, rescaled, dtypes, strict=True):
+        for group, values, dtype in calls:
             factors: Mapping[Hashable, float] = {}
-            if rescale:
-                counts = self.count_group(group, values, dtype)
+            if self._rescales(group, values):
+                if self.tensor_local:
+                    counts = self.count_group(group, values, dtype)
+                else:
+                    counts = overlap or self._measured(group, values)
                 factors = rescale_factors(counts, values["r"], values["alpha"])
             results.append(self.merge_group(group, values, factors, dtype, out_dtype))
         return tuple(results)
 
-    def rescales(self, group: TensorGroup, values: Mapping[str, Any]) -> bool:
+    def _count_all(
+        self, calls: Sequence[tuple[TensorGroup, Mapping[str, Any], torch.dtype | None]]
+    ) -> OverlapCounts:
+        """Count over all groups, tensors that appear under two names once."""
+        total = OverlapCounts.zero(())
+        seen = set()
+        for group, values, dtype in calls:
+            key = tuple(
+                (t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else id(t)
+                for t in group.tensors
+            )
+            if key not in seen:
+                seen.add(key)
+                total += self.count_group(group, values, dtype)
+        return total
+
+    def _measured(self, group: TensorGroup, values: Mapping[str, Any]) -> OverlapCounts:
+        try:
+            counts: OverlapCounts = values[OVERLAP]
+        except KeyError:
+            raise PipelineError(
+                f"{self._at(group)}: RAM+ rescales by an overlap that is counted over the whole "
+                "model before the first tensor is merged, and this pipeline merges without having "
+                "counted it. mergekit-yaml, mergekit-multi, mergekit-pytorch, run_merge, "
+                "merge_state_dicts and merge_tensors do. Use one of those, `r: 0` (RAM), or "
+                "`merge_method: ramplus_tl`, which counts in each tensor."
+            ) from None
+        return counts
+
+    def _rescales(self, group: TensorGroup, values: Mapping[str, Any]) -> bool:
         """Whether a rescale factor of this group can differ from 1."""
         agents = _participants(group, values)
         return any(values["r"][a.id] > 0 and values["alpha"][a.id] > 0 for a in agents)
@@ -91,7 +130,7 @@ class RamMethod(WholeCallMethod):
         """
         base, agents = _base(group), _participants(group, values)
         if not agents:
-            return OverlapCounts.zero(())
+            return replace(OverlapCounts.zero(()), elements=base.tensor.numel())
         with self._naming(group):
             counts, bad = kernels.count(
                 base.tensor,
@@ -193,3 +232,8 @@ RAMPLUS_TL = RamMethod(
     "ramplus_tl", "Reinforced Agent Merging Plus (Tensor-Local)", r=0.1, tensor_local=True
 )
 METHODS = (RAM, RAM_PLUS, RAMPLUS_TL)
+
+
+def install(registry: ModuleType) -> None:
+    """Register the methods in ``mergekit.merge_methods.registry``."""
+    replace_methods(registry, METHODS)

@@ -85,6 +85,17 @@ class OverlapCounts:
         """Share of the elements that each agent changed, 0 to 1."""
         return tuple(int(c) / self.elements if self.elements else 0.0 for c in self.changed)
 
+    def same_as(self, other: OverlapCounts) -> bool:
+        """Whether all counts are equal, for the same agents."""
+        return (
+            self.agents == other.agents
+            and self.elements == other.elements
+            and self.sign_conflicts == other.sign_conflicts
+            and np.array_equal(self.overlap, other.overlap)
+            and np.array_equal(self.pairs, other.pairs)
+            and np.array_equal(self.below_epsilon, other.below_epsilon)
+        )
+
     def __add__(self, other: OverlapCounts) -> OverlapCounts:
         """Counts of both sets of elements; agents that only one of them knows keep theirs."""
         order = self.agents + tuple(a for a in other.agents if a not in self.agents)

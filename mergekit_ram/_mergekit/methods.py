@@ -1,14 +1,9 @@
-"""The only module that touches what MergeKit does not offer as an interface.
-
-Each touch stands with its reason; ``tests/test_mergekit_internals.py`` fails for each with a
-message that says what a MergeKit release has changed.
-"""
+"""Touches of MergeKit's merge methods and their registry."""
 
 from __future__ import annotations
 
-import functools
 from abc import abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -81,35 +76,3 @@ def replace_methods(registry: ModuleType, methods: Sequence[MergeMethod]) -> Non
     if not isinstance(table, dict) or registry.get("linear") is not table["linear"]:
         raise TypeError("mergekit.merge_methods.registry no longer keeps methods in _METHODS")
     table.update({method.spec.name: method for method in methods})
-
-
-def wrap_planner(planning: ModuleType, before: Callable[[Any, Any], None]) -> None:
-    """Call ``before(config, method)`` when ``MergePlanner`` plans a merge.
-
-    ``_plan`` is what planning to disk and in memory have in common, and runs before the planner
-    rewrites the config.
-    """
-    planner = planning.MergePlanner
-    plan = planner._plan
-
-    @functools.wraps(plan)
-    def _plan(self: Any) -> None:
-        before(self.config, self._method)
-        plan(self)
-
-    planner._plan = _plan
-
-
-def wrap_flat_planner(script: Any, before: Callable[[Any, Any], None]) -> None:
-    """Call ``before(config, method)`` when mergekit-pytorch plans a merge.
-
-    The script looks its function up by name, so that it can be replaced in the module.
-    """
-    plan = script.plan_flat_merge
-
-    @functools.wraps(plan)
-    def plan_flat_merge(config: Any, *args: Any, **kwargs: Any) -> Any:
-        before(config, script.merge_methods.get(config.merge_method))
-        return plan(config, *args, **kwargs)
-
-    script.plan_flat_merge = plan_flat_merge
