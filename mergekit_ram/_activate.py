@@ -27,8 +27,11 @@ TARGETS = {
     "mergekit.scripts.merge_raw_pytorch": "mergekit_ram.planning:install_flat",
 }
 
+_OURS = "mergekit_ram."
+
 _lock = threading.RLock()
 _installed: set[str] = set()
+_waiting: list[ModuleType] = []
 _complained = False
 
 
@@ -53,7 +56,7 @@ class _Finder:
     of_mergekit_ram = True
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
-        if name not in TARGETS:
+        if name not in TARGETS and not name.startswith(_OURS):
             return None
         spec: Any
         for finder in list(sys.meta_path):
@@ -82,7 +85,11 @@ class _Loader:
             module.__spec__.loader = self._loader
         module.__loader__ = self._loader
         self._loader.exec_module(module)
-        _install(module)
+        if module.__name__ in TARGETS:
+            _install(module)
+        elif _waiting and not _ours_executing(besides=module):
+            while _waiting:
+                _install(_waiting.pop(), imported=module)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._loader, name)
@@ -91,6 +98,15 @@ class _Loader:
 def _is_executing(module: ModuleType) -> bool:
     spec = object.__getattribute__(module, "__dict__").get("__spec__")
     return bool(getattr(spec, "_initializing", False))
+
+
+def _ours_executing(besides: ModuleType | None = None) -> bool:
+    """Whether a module of this package is half imported."""
+    return any(
+        name.startswith(_OURS) and module is not besides and _is_executing(module)
+        for name, module in list(sys.modules.items())
+        if module is not None
+    )
 
 
 def _when_executed(module: ModuleType) -> None:
@@ -110,11 +126,17 @@ def _when_executed(module: ModuleType) -> None:
     module.__class__ = Deferred
 
 
-def _install(module: ModuleType) -> None:
+def _install(module: ModuleType, imported: ModuleType | None = None) -> None:
+    """Extend a target module; ``imported`` is one of ours that has just been executed."""
     name = module.__name__
     try:
         with _lock:
             if name in _installed:
+                return
+            if _ours_executing(besides=imported):
+                # One of our modules is what imported MergeKit: importing more of ours now would
+                # find it half executed. Its loader, above, comes back to this when it is done.
+                _waiting.append(module)
                 return
             _installed.add(name)
             unsupported = _unsupported_version()

@@ -98,8 +98,10 @@ class MeasureOverlap(Task[OverlapCounts]):
         total = OverlapCounts.zero(list(order))
         counted: dict[str, OverlapCounts] = {}
         tied = _tied_names(self.merges)
+        # Some architectures list a weight in two modules; it is one tensor of the output.
+        outputs = {task.output_weight.name: task for task in self.merges}
         results = run_tasks(
-            [CountOverlap(merge=task) for task in self.merges],
+            [CountOverlap(merge=task) for task in outputs.values()],
             math_device=self.math_device,
             storage_device=self.storage_device,
             quiet=self.quiet,
