@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -39,6 +40,8 @@ FIRST = (
     "mergekit.card",
     "mergekit.scripts.merge_raw_pytorch",
     "torch, mergekit.merge_methods.registry",
+    # Ours, where it is what imports MergeKit.
+    "mergekit_ram.parameters",
 )
 
 
@@ -48,7 +51,7 @@ def cases(tmp: Path) -> dict[str, tuple[str, dict[str, str]]]:
     broken.mkdir(parents=True)
     for name in ("__init__.py", "_activate.py"):
         (broken / name).write_text((ROOT / "mergekit_ram" / name).read_text())
-    (broken / "install.py").write_text("raise OSError('disk on fire')\n")
+    (broken / "methods.py").write_text("raise OSError('disk on fire')\n")
     newer = tmp / "newer" / "mergekit-0.2.0.dist-info"
     newer.mkdir(parents=True)
     (newer / "METADATA").write_text("Metadata-Version: 2.1\nName: mergekit\nVersion: 0.2.0\n")
@@ -163,7 +166,13 @@ def test_the_supported_versions_are_those_of_the_package() -> None:
 def test_the_wheel(tmp_path: Path) -> None:
     """A regular installation has all modules, and its hook is found."""
     pip = [sys.executable, "-m", "pip", "-q", "--disable-pip-version-check"]
-    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, ROOT]
+    # A copy: building leaves files in the source tree, which the next wheel would contain.
+    source_tree = tmp_path / "source"
+    source_tree.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source_tree)
+    shutil.copytree(ROOT / "mergekit_ram", source_tree / "mergekit_ram")
+    build = ["wheel", "--no-deps", "--no-build-isolation", "-w", tmp_path, source_tree]
     subprocess.run([*pip, *build], check=True, capture_output=True, timeout=300)
     site = tmp_path / "site"
     (wheel,) = tmp_path.glob("*.whl")

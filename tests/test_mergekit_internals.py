@@ -1,0 +1,172 @@
+"""What we rely on in MergeKit without being promised it.
+
+A failure here means that a MergeKit release changed something: the message says what, and
+``mergekit_ram/_mergekit/`` is where to follow it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from mergekit import merge_methods
+from mergekit import plan as planning
+from mergekit.architecture import WeightInfo
+from mergekit.common import ImmutableMap, ModelReference
+from mergekit.graph import Executor, Task
+from mergekit.io.tasks import FinalizeModel, SaveTensor, TensorWriterTask
+from mergekit.merge_methods import registry
+from mergekit.merge_methods.base import MergeMethod, MergeMethodSpec, TensorGroup
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDictWrapper
+from mergekit.scripts import merge_raw_pytorch as script
+
+from mergekit_ram._mergekit.methods import WholeCallMethod, replace_methods
+from mergekit_ram._mergekit.planning import run_tasks, with_extra
+from mergekit_ram.methods import METHODS
+
+
+def parameters(function: Any) -> list[str]:
+    return list(inspect.signature(inspect.unwrap(function)).parameters)
+
+
+def test_the_registry_is_a_table_by_name() -> None:
+    assert isinstance(registry._METHODS, dict), "registry._METHODS is no longer a dict"
+    for method in METHODS:
+        assert registry._METHODS[method.spec.name] is merge_methods.get(method.spec.name) is method
+    with pytest.raises(ValueError, match="already registered"):
+        registry.register(METHODS[0])
+
+
+def test_a_registry_that_has_changed_is_an_error() -> None:
+    class Registry:
+        _METHODS = (METHODS[0],)
+
+    with pytest.raises(TypeError, match="no longer keeps methods in _METHODS"):
+        replace_methods(Registry, METHODS)  # type: ignore[arg-type]
+
+
+def test_methods_execute_all_groups_of_a_call() -> None:
+    assert parameters(MergeMethod._execute) == [
+        "self",
+        "groups",
+        "parameters",
+        "options",
+        "input_dtypes",
+        "out_dtype",
+    ], "MergeMethod._execute has other parameters"
+    assert parameters(MergeMethod._bind_parameters) == ["self", "groups", "parameters"]
+    # Direct calls bind, the graph does not: that is how a whole model is told from a tensor.
+    assert "_bind_parameters" in inspect.getsource(MergeMethod.__call__)
+    assert "_bind_parameters" not in inspect.getsource(ExecuteMergeMethodTask.execute)
+    assert "_bind_parameters" not in inspect.getsource(MergeMethod._execute_resolved)
+
+
+class Recorder(WholeCallMethod):
+    """Returns what it was called with instead of a tensor."""
+
+    spec = MergeMethodSpec(name="mergekit_ram_test_recorder")
+
+    def merge_call(self, groups, parameters, **rest):  # type: ignore[no-untyped-def]
+        return tuple((group, dict(values), rest) for group, values in zip(groups, parameters))  # noqa: B905
+
+
+@pytest.fixture
+def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    method = Recorder()
+    monkeypatch.setitem(registry._METHODS, method.spec.name, method)
+    return method
+
+
+def test_a_direct_call_says_so(recorder: Recorder) -> None:
+    groups = [TensorGroup.from_tensors([torch.ones(2)]), TensorGroup.from_tensors([torch.ones(3)])]
+    (first, second) = recorder(groups, out_dtype=torch.float64)
+    assert first[0] is groups[0]
+    assert second[0] is groups[1]
+    assert first[2] == {
+        "dtypes": [torch.float32] * 2,
+        "out_dtype": torch.float64,
+        "whole_model": True,
+    }
+
+
+class Given(Task[torch.Tensor]):
+    def arguments(self) -> dict[str, Task]:
+        return {}
+
+    def execute(self, **_: Any) -> torch.Tensor:
+        return torch.ones(2)
+
+
+def merge_task(method: str) -> ExecuteMergeMethodTask:
+    model = ModelReference.model_validate("./a/model")
+    return ExecuteMergeMethodTask(
+        method_name=method,
+        gather_tensors=TensorDictWrapper(tensors=ImmutableMap({model: Given()})),
+        model_order=(model,),
+        base_model=None,
+        output_weight=WeightInfo(name="w"),
+        parameters=ImmutableMap({}),
+        input_parameters=ImmutableMap({model: ImmutableMap({})}),
+    )
+
+
+def test_a_merge_task_passes_extra_parameters_and_any_result_on(recorder: Recorder) -> None:
+    task = merge_task(recorder.spec.name)
+    ((_, result),) = run_tasks(
+        [with_extra(task, {"extra": 7})],
+        math_device="cpu",
+        storage_device="cpu",
+        quiet=True,
+        desc="",
+    )
+    group, values, rest = result
+    assert group.metadata.name == "w"
+    assert values == {"extra": 7}, "ExecuteMergeMethodTask no longer hands all parameters on"
+    assert rest["whole_model"] is False
+    assert "extra" not in task.parameters.data
+
+
+def test_the_executor_looks_targets_up() -> None:
+    executor = Executor([merge_task("linear")])
+    assert isinstance(executor.targets, list), "Executor.targets is no longer a list"
+    source = inspect.getsource(Executor._run)
+    assert "in self.targets" in source, "Executor no longer looks tasks up in its targets"
+    uses = inspect.getsource(Executor).count("self.targets")
+    assert uses == 2, "Executor does more with its targets than it did"
+
+
+def test_the_planner_keeps_merge_tasks_until_it_saves_them() -> None:
+    planner = planning.MergePlanner
+    assert parameters(planner._plan) == ["self"]
+    for function in (planner.plan_to_disk, planner.plan_in_memory):
+        source = inspect.getsource(function)
+        assert "self._plan()" in source, "MergePlanner plans without _plan"
+        assert "in self._tensors" in source, "MergePlanner keeps its tasks elsewhere"
+    assert "self._tensors.append((weight, tensor_task))" in inspect.getsource(planner.plan_tensor)
+    assert {"config", "options", "_method"} <= set(planner.__annotations__)
+
+
+def test_mergekit_pytorch_plans_by_name() -> None:
+    assert parameters(script.plan_flat_merge) == [
+        "config",
+        "out_path",
+        "tensor_union",
+        "tensor_intersection",
+        "options",
+    ]
+    assert "plan_flat_merge(" in inspect.getsource(script.main.callback)
+    source = inspect.getsource(inspect.unwrap(script.plan_flat_merge))
+    assert "return save_tasks + [finalize]" in source
+    assert "tensor_task" in SaveTensor.model_fields
+    assert "tensor_save_tasks" in FinalizeModel.model_fields
+
+
+def test_the_output_folder_is_made_by_a_task_that_waits_for_us() -> None:
+    from mergekit_ram.tasks import MeasureOverlap
+
+    writer = TensorWriterTask(out_path="x", max_shard_size=1)
+    measure = MeasureOverlap.model_construct(merges=())
+    assert measure.priority() > writer.priority(), "TensorWriterTask comes before the measurement"
+    assert measure.arguments() == writer.arguments() == {}
