@@ -10,7 +10,6 @@ import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Union
 
 import torch
 import transformers
@@ -32,7 +31,7 @@ from transformers import (
     LlavaForConditionalGeneration,
 )
 
-PathLike = Union[str, Path]
+PathLike = str | Path
 
 # Dimensions shared by every decoder built here. The tests rely on a hidden size
 # of 32 (embedding shapes) and, by default, on a vocabulary of 64 tokens.
