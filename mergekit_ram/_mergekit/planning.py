@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
+import tqdm
 from mergekit.common import ImmutableMap
-from mergekit.graph import Executor, Task
+from mergekit.graph import Executor, Task, TaskHandle, TaskUniverse
 from mergekit.merge_methods.base import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.tokenizer import BuildTokenizer
 
 
 def with_extra(task: ExecuteMergeMethodTask, extra: Mapping[str, Any]) -> ExecuteMergeMethodTask:
@@ -28,14 +30,32 @@ def with_extra(task: ExecuteMergeMethodTask, extra: Mapping[str, Any]) -> Execut
 def run_tasks(
     tasks: Sequence[Task], *, math_device: str, storage_device: str, quiet: bool, desc: str
 ) -> Iterator[tuple[Task, Any]]:
-    """Run independent tasks out of core, in the order of the files that they read.
+    """Run independent tasks out of core, one after the other, in the order of their labels.
 
-    The executor looks each task up in its list of targets, which for n targets takes n**2 steps;
-    in a set it takes n.
+    Labels are names of tensors; it is the order in which MergeKit reads files. Each task gets an
+    executor of its own. One for all would schedule tasks without labels (those of
+    mergekit-pytorch) so that most tensors are loaded before the first is used, and look through
+    its lists of targets and of live values at every step, which is quadratic in their number.
     """
-    executor = Executor(list(tasks), math_device=math_device, storage_device=storage_device)
-    executor.targets = frozenset(executor.targets)
-    yield from executor.run(quiet=quiet, desc=desc)
+    universe = TaskUniverse(tasks)
+    devices = {"math_device": math_device, "storage_device": storage_device}
+    ordered = sorted(tasks, key=lambda task: task.group_label() or "")
+    shared: dict[TaskHandle, Any] = {}
+    for task in tqdm.tqdm(ordered, disable=quiet, desc=desc):
+        handle = universe.get_handle(task)
+        for dependency in _ancestors(handle):
+            # The one task that many others wait for and that is dear to run.
+            if isinstance(dependency.task(), BuildTokenizer) and dependency not in shared:
+                ((_, value),) = Executor([dependency], **devices).run(quiet=True)
+                shared[dependency] = value
+        ((_, result),) = Executor([handle], **devices, cached_values=shared).run(quiet=True)
+        yield task, result
+
+
+def _ancestors(handle: TaskHandle) -> Iterator[TaskHandle]:
+    for dependency in handle.arguments().values():
+        yield dependency
+        yield from _ancestors(dependency)
 
 
 Plan = Callable[[list[ExecuteMergeMethodTask], Any], Sequence[ExecuteMergeMethodTask]]
