@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from mergekit_ram import _activate
+from mergekit_ram import _activate, _extend
 
 ROOT = Path(__file__).parent.parent
 
@@ -49,7 +49,7 @@ def cases(tmp: Path) -> dict[str, tuple[str, dict[str, str]]]:
     """Script and environment of each case."""
     broken = tmp / "broken" / "mergekit_ram"
     broken.mkdir(parents=True)
-    for name in ("__init__.py", "_activate.py"):
+    for name in ("__init__.py", "_activate.py", "_extend.py"):
         (broken / name).write_text((ROOT / "mergekit_ram" / name).read_text())
     (broken / "methods.py").write_text("raise OSError('disk on fire')\n")
     newer = tmp / "newer" / "mergekit-0.2.0.dist-info"
@@ -147,7 +147,7 @@ def test_torch_alone_loads_one_module_of_ours(outcome: dict) -> None:
 
 
 def test_the_hook_uses_the_standard_library_only() -> None:
-    for name in ("__init__.py", "_activate.py"):
+    for name in ("__init__.py", "_activate.py", "_extend.py"):
         source = (ROOT / "mergekit_ram" / name).read_text()
         imports = re.findall(r"^\s*(?:from|import) ([\w.]+)", source, re.MULTILINE)
         foreign = [m for m in imports if m.split(".")[0] not in sys.stdlib_module_names]
@@ -157,7 +157,7 @@ def test_the_hook_uses_the_standard_library_only() -> None:
 
 def test_the_supported_versions_are_those_of_the_package() -> None:
     distribution = metadata.distribution("mergekit-ram")
-    oldest, before = (".".join(map(str, v)) for v in (_activate.OLDEST, _activate.BEFORE))
+    oldest, before = (".".join(map(str, v)) for v in (_extend.OLDEST, _extend.BEFORE))
     assert f"mergekit<{before},>={oldest}" in (distribution.requires or [])
     (hook,) = distribution.entry_points.select(group="torch.backends")
     assert hook.load() is _activate.activate

@@ -27,6 +27,7 @@ ORDER = (
     "report",
     "tasks",
     "planning",
+    "_extend",
     "_activate",
     "",
 )
