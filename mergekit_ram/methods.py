@@ -89,17 +89,17 @@ class RamMethod(WholeCallMethod):
     def _count_all(
         self, calls: Sequence[tuple[TensorGroup, Mapping[str, Any], torch.dtype | None]]
     ) -> OverlapCounts:
-        """Count over all groups, tensors that appear under two names once."""
+        """Count over all groups; tensors that are copies of each other, as tied ones are, once."""
         total = OverlapCounts.zero(())
-        seen = set()
+        kept: dict[Hashable, list[TensorGroup]] = {}
         for group, values, dtype in calls:
-            key = tuple(
-                (t.data_ptr(), t.dtype, t.shape, t.stride()) if t.numel() else id(t)
-                for t in group.tensors
-            )
-            if key not in seen:
-                seen.add(key)
-                total += self.count_group(group, values, dtype)
+            counts = self.count_group(group, values, dtype)
+            if counts.changed.any():
+                others = kept.setdefault(counts.key(), [])
+                if any(_same_content(group, other) for other in others):
+                    continue
+                others.append(group)
+            total += counts
         return total
 
     def _measured(self, group: TensorGroup, values: Mapping[str, Any]) -> OverlapCounts:
@@ -139,7 +139,7 @@ class RamMethod(WholeCallMethod):
                 names=[a.id for a in agents],
                 dtype=dtype,
             )
-        self._raise_bad(group, agents, bad, dtype)
+        self._raise_bad(group, agents, bad, dtype, None)
         return counts
 
     def merge_group(
@@ -157,7 +157,8 @@ class RamMethod(WholeCallMethod):
         """
         base, agents = _base(group), _participants(group, values)
         if not agents:
-            unchanged: torch.Tensor = base.tensor.to(dtype=out_dtype or dtype)
+            unchanged, overflow = kernels.convert(base.tensor, dtype, out_dtype)
+            self._raise_bad(group, (), BadValues(0, (), overflow), dtype, out_dtype)
             return unchanged
         with self._naming(group):
             merged, bad = kernels.merge(
@@ -169,7 +170,7 @@ class RamMethod(WholeCallMethod):
                 dtype=dtype,
                 out_dtype=out_dtype,
             )
-        self._raise_bad(group, agents, bad, out_dtype or dtype)
+        self._raise_bad(group, agents, bad, dtype, out_dtype)
         return merged
 
     @contextlib.contextmanager
@@ -191,6 +192,7 @@ class RamMethod(WholeCallMethod):
         agents: Sequence[TensorEntry],
         bad: BadValues,
         dtype: torch.dtype | None,
+        out_dtype: torch.dtype | None,
     ) -> None:
         if not bad:
             return
@@ -202,13 +204,22 @@ class RamMethod(WholeCallMethod):
             raise NonFiniteError(
                 f"{self._at(group)}: NaN or infinite values where an agent differs from the "
                 f"base model: {where}. Nothing was written for it. Repair or leave out that "
-                "model."
+                f"model; if its file holds finite numbers, they do not fit into {_name(dtype)} "
+                "(`dtype`)."
             )
+        narrow = out_dtype if out_dtype not in (None, dtype) else dtype
+        key = "out_dtype" if narrow is not dtype else "dtype"
+        wider = "float64" if narrow == torch.float32 else "float32 or bfloat16"
         raise NonFiniteError(
-            f"{self._at(group)}: the merge of {_elements(bad.overflow)} is larger than {dtype} "
-            f"holds (agents: {', '.join(str(a.id) for a in agents)}). Nothing was written for "
-            "it. Use `dtype: float32`, or smaller weights."
+            f"{self._at(group)}: the merge does not fit into {_name(narrow)} in "
+            f"{_elements(bad.overflow)} (models: {', '.join(str(e.id) for e in group.entries)}). "
+            "Nothing was written for it. Use smaller weights or factors, or "
+            f"`{key}: {wider}`."
         )
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _elements(n: int) -> str:
@@ -219,6 +230,20 @@ def _base(group: TensorGroup) -> TensorEntry:
     base = group.base
     assert base is not None  # the contract requires one
     return base
+
+
+def _same_content(one: TensorGroup, other: TensorGroup) -> bool:
+    """Whether two groups hold the same values, bit for bit."""
+    return all(
+        a.id == b.id
+        and a.tensor.dtype == b.tensor.dtype
+        and a.tensor.shape == b.tensor.shape
+        and (
+            a.tensor.data_ptr() == b.tensor.data_ptr()
+            or kernels.bits_digest(a.tensor) == kernels.bits_digest(b.tensor)
+        )
+        for a, b in zip(one.entries, other.entries, strict=True)
+    )
 
 
 def _participants(group: TensorGroup, values: Mapping[str, Any]) -> list[TensorEntry]:

@@ -85,15 +85,14 @@ class OverlapCounts:
         """Share of the elements that each agent changed, 0 to 1."""
         return tuple(int(c) / self.elements if self.elements else 0.0 for c in self.changed)
 
-    def same_as(self, other: OverlapCounts) -> bool:
-        """Whether all counts are equal, for the same agents."""
+    def key(self) -> tuple[Hashable, ...]:
+        """Return all counts as one hashable value: copies of a tensor have the same."""
+        arrays = (self.overlap, self.pairs, self.below_epsilon)
         return (
-            self.agents == other.agents
-            and self.elements == other.elements
-            and self.sign_conflicts == other.sign_conflicts
-            and np.array_equal(self.overlap, other.overlap)
-            and np.array_equal(self.pairs, other.pairs)
-            and np.array_equal(self.below_epsilon, other.below_epsilon)
+            self.agents,
+            self.elements,
+            self.sign_conflicts,
+            *(array.tobytes() for array in arrays),
         )
 
     def __add__(self, other: OverlapCounts) -> OverlapCounts:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import difflib
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any
 
+import torch
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 
 from mergekit_ram.errors import ParameterError, warn_once
@@ -61,9 +62,11 @@ def check(name: str, value: Any) -> float:
     rule = _RULES[name]
     number = math.nan
     # A boolean is a number to Python, and never what the config's author meant.
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = value.item()
     is_switch = isinstance(value, bool)
     if isinstance(value, Real | str) and not is_switch:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             number = float(value)
     if math.isnan(number) or not rule.accepts(number):
         raise ParameterError(f"{name}: {value!r} is not allowed; it must be {rule.wanted}.")
@@ -107,22 +110,23 @@ def check_config(method: str, config: Any) -> None:
     Raises:
         ParameterError: at the first value that is not accepted.
     """
+    unknown: dict[str, list[str]] = {}
     for place, settings in _sections(config):
         for key, setting in settings.items():
             if key in _RULES:
-                for value in _scalars(setting):
-                    try:
-                        check(key, value)
-                    except ParameterError as error:
-                        raise ParameterError(f"{place}.{error.message}") from None
+                try:
+                    _check_setting(key, setting)
+                except ParameterError as error:
+                    raise ParameterError(f"{place}.{error.message}") from None
             else:
-                close = difflib.get_close_matches(key, NAMES, n=1, cutoff=0.5)
-                hint = f" Did you mean '{close[0]}'?" if close else ""
-                warn_once(
-                    f"{place}.{key}: the merge method '{method}' has no such parameter; it is "
-                    f"ignored.{hint} Parameters: {', '.join(NAMES)}.",
-                    key=("unknown parameter", method, key),
-                )
+                unknown.setdefault(key, []).append(place)
+    for key, places in unknown.items():
+        close = difflib.get_close_matches(key, NAMES, n=1, cutoff=0.5)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        warn_once(
+            f"'{key}' in {', '.join(places)}: the merge method '{method}' has no such parameter; "
+            f"it is ignored.{hint} Parameters: {', '.join(NAMES)}."
+        )
 
 
 def _sections(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -155,12 +159,14 @@ def _slices(place: str, slices: Sequence[Any] | None) -> Iterator[tuple[str, Map
             yield from _own(inner, source)
 
 
-def _scalars(setting: Any) -> Iterable[Any]:
-    """All values in a setting: a scalar, a gradient, or values under filters."""
-    if isinstance(setting, list | tuple):
+def _check_setting(name: str, setting: Any) -> None:
+    """Check all values in a setting: a scalar, a gradient, or values under filters."""
+    if hasattr(setting, "filter"):
+        _check_setting(name, setting.value)
+    elif isinstance(setting, list | tuple):
         for item in setting:
-            yield from _scalars(item)
-    elif hasattr(setting, "filter"):
-        yield from _scalars(setting.value)
+            _check_setting(name, item)
+            if not hasattr(item, "filter") and math.isinf(check(name, item)):
+                raise ParameterError(f"{name}: a gradient cannot go to infinity ({setting}).")
     else:
-        yield setting
+        check(name, setting)

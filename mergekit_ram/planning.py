@@ -20,7 +20,7 @@ _BY_NAME = {method.spec.name: method for method in METHODS}
 
 def install(planning: ModuleType) -> None:
     """Extend ``mergekit.plan``."""
-    wrap_planner(planning, check, with_measured_overlap)
+    wrap_planner(planning, check, with_measured_overlap, _is_ours)
 
 
 def install_flat(script: ModuleType) -> None:
@@ -50,8 +50,9 @@ def with_measured_overlap(
         tasks: all merge tasks of a run.
         options: MergeKit's ``MergeOptions``.
     """
-    method = _BY_NAME.get(tasks[0].method_name) if tasks else None
-    if method is None or method.tensor_local or not any(_rescales(task) for task in tasks):
+    if not tasks or not _is_ours(tasks[0]):
+        return tasks
+    if _BY_NAME[tasks[0].method_name].tensor_local or not any(_rescales(t) for t in tasks):
         return tasks
     overlap = MeasureOverlap.model_construct(
         merges=tuple(tasks),
@@ -60,6 +61,10 @@ def with_measured_overlap(
         quiet=options.quiet,
     )
     return [RescaledMergeTask.of(task, overlap) for task in tasks]
+
+
+def _is_ours(task: ExecuteMergeMethodTask) -> bool:
+    return task.method_name in _BY_NAME
 
 
 def _rescales(task: ExecuteMergeMethodTask) -> bool:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
 from mergekit.graph import Task
-from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDictWrapper
 
 from mergekit_ram._mergekit.planning import run_tasks, with_extra
+from mergekit_ram.kernels import bits_digest
 from mergekit_ram.methods import MEASURE, OVERLAP
 from mergekit_ram.overlap import OverlapCounts, rescale_factors
 from mergekit_ram.report import overlap_table
@@ -96,26 +97,27 @@ class MeasureOverlap(Task[OverlapCounts]):
             model for task in self.merges for model in task.model_order if model != task.base_model
         )
         total = OverlapCounts.zero(list(order))
-        counted: dict[str, OverlapCounts] = {}
-        tied = _tied_names(self.merges)
         # Some architectures list a weight in two modules; it is one tensor of the output.
         outputs = {task.output_weight.name: task for task in self.merges}
+        groups = _tied_groups(list(outputs.values()))
+        kept: dict[Hashable, list[ExecuteMergeMethodTask]] = {}
+        devices = {"math_device": self.math_device, "storage_device": self.storage_device}
         results = run_tasks(
             [CountOverlap(merge=task) for task in outputs.values()],
-            math_device=self.math_device,
-            storage_device=self.storage_device,
+            **devices,
             quiet=self.quiet,
             desc="Measuring overlap",
         )
         for task, counts in results:
             if counts is None:
                 continue
-            name = task.merge.output_weight.name
-            if name in tied:
-                counted[name] = counts
-            else:
-                total += counts
-        total += _without_duplicates(counted, tied)
+            group = groups.get(task.merge.output_weight.name)
+            if group is not None and counts.changed.any():
+                others = kept.setdefault((group, counts.key()), [])
+                if any(_same_inputs(task.merge, other, devices) for other in others):
+                    continue
+                others.append(task.merge)
+            total += counts
         LOG.info(
             "Overlap of the agents over the whole model (%s elements, %s shared with conflicting "
             "signs):\n%s",
@@ -142,34 +144,42 @@ def _factors(
     return result
 
 
-def _tied_names(merges: Sequence[ExecuteMergeMethodTask]) -> dict[str, frozenset[str]]:
-    """Output names that may be one tensor under two names, with the names that they may share."""
+def _tied_groups(merges: Sequence[ExecuteMergeMethodTask]) -> dict[str, str]:
+    """Names of outputs that may be copies of each other, with the name of their group.
+
+    Architectures say which weights can be tied. mergekit-pytorch knows no architecture, so that
+    there any two tensors may be copies.
+    """
     names = {task.output_weight.name for task in merges}
-    result: dict[str, frozenset[str]] = {}
+    groups: dict[str, str] = {}
     for task in merges:
         weight = task.output_weight
-        group = names & {weight.name, *(weight.tied_names or ())}
+        if isinstance(task.gather_tensors, TensorDictWrapper):
+            groups[weight.name] = ""
+            continue
+        group = sorted(names & {weight.name, *(weight.tied_names or ())})
         if len(group) > 1:
-            for name in group:
-                result[name] = result.get(name, frozenset()) | group
-    return result
+            groups |= dict.fromkeys(group, group[0])
+    return groups
 
 
-def _without_duplicates(
-    counted: dict[str, OverlapCounts], tied: dict[str, frozenset[str]]
-) -> OverlapCounts:
-    """Sum counts, those of a tied head and its embedding once.
+def _same_inputs(
+    one: ExecuteMergeMethodTask, other: ExecuteMergeMethodTask, devices: Mapping[str, str]
+) -> bool:
+    """Whether two merge tasks merge the same values, bit for bit, read again to tell.
 
     Files may or may not store a copy of a tied head, and a head may differ although the
-    configuration ties it. Equal counts in every respect tell a copy.
+    configuration ties it: only the content decides.
     """
-    total = OverlapCounts.zero(())
-    kept: dict[str, OverlapCounts] = {}
-    for name, counts in sorted(counted.items()):
-        if not any(counts.same_as(kept[other]) for other in tied[name] if other in kept):
-            kept[name] = counts
-            total += counts
-    return total
+    return _digests(one, devices) == _digests(other, devices)
+
+
+def _digests(task: ExecuteMergeMethodTask, devices: Mapping[str, str]) -> dict[Hashable, Any]:
+    ((_, tensors),) = run_tasks([task.gather_tensors], **devices, quiet=True, desc="")
+    return {
+        model: (tensor.dtype, tensor.shape, bits_digest(tensor))
+        for model, tensor in tensors.items()
+    }
 
 
 class RescaledMergeTask(ExecuteMergeMethodTask):

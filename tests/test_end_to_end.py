@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,9 +19,10 @@ from mergekit.config import MergeConfiguration
 from mergekit.merge import run_merge
 from mergekit.merge_methods import merge_state_dicts, merge_tensors
 from mergekit.options import MergeOptions
+from safetensors.torch import save_file
 
 from mergekit_ram import reference
-from mergekit_ram.errors import ParameterError
+from mergekit_ram.errors import NonFiniteError, ParameterError
 from mergekit_ram.overlap import rescale_factor
 
 
@@ -92,6 +94,26 @@ def test_dtypes_of_input_and_output(tmp_path: Path) -> None:
     assert_same(got, {k: v.bfloat16() for k, v in exact.items()})
     got = merged(config_of(family, dtype="bfloat16"), tmp_path / "rounded at the start")
     assert_same(got, family.expected(dtype=torch.bfloat16))
+
+
+@pytest.mark.parametrize("method", ["ram", "ram_plus"])
+def test_what_does_not_fit_is_an_error(tmp_path: Path, method: str) -> None:
+    """MergeKit's own rounding, at either end, would write infinity."""
+    family = make_family(tmp_path, dtype=torch.float32)
+    name = "model.layers.0.mlp.up_proj.weight"
+    state = {n: t.clone() for n, t in family.states[family.agents[0]].items()}
+    state[name][0, 0] = 3e5
+    save_file(state, family.agents[0] / "model.safetensors", metadata={"format": "pt"})
+    config = config_of(family, method, dtype="float32", out_dtype="float16")
+    with pytest.raises(NonFiniteError, match=rf"'{name}'.* fit into float16.*`out_dtype: "):
+        merged(config, tmp_path / "out")
+    config = config_of(family, method, dtype="float16")
+    with pytest.raises(NonFiniteError, match=rf"'{name}'.*do not fit into float16 \(`dtype`\)"):
+        merged(config, tmp_path / "in")
+    assert_same(
+        merged(config_of(family, out_dtype="bfloat16"), tmp_path / "wide"),
+        {n: t.bfloat16() for n, t in family.expected().items()},
+    )
 
 
 def test_parameters_everywhere(tmp_path: Path) -> None:
@@ -208,6 +230,8 @@ def test_the_same_agent_twice_is_an_error(tmp_path: Path) -> None:
         ("r", [{"filter": "mlp", "value": "x"}, {"value": 0}]),
         ("alpha", -1),
         ("alpha", float("nan")),
+        ("alpha", [0.2, float("inf")]),
+        ("weight", "1" + 400 * "0"),
     ],
 )
 def test_bad_values_are_errors_before_any_weight_is_read(
@@ -252,8 +276,6 @@ def test_mergekit_yaml(tmp_path: Path) -> None:
     broken[name][0, :2] = float("inf")
     family.states[family.agents[1]] = broken
     other = make_family(tmp_path / "other")
-    from safetensors.torch import save_file
-
     save_file(broken, other.agents[1] / "model.safetensors", metadata={"format": "pt"})
     config.write_text(yaml.safe_dump(config_of(other)))
     result = command("mergekit-yaml", config, tmp_path / "infinite")
@@ -362,6 +384,20 @@ class TestInMemory:
         base, _ = ordinary((4,), 0, torch.float32)
         assert_same_bits(merge_tensors([base], "ram", base_index=0), base)
 
+    def test_numbers_of_other_kinds(self) -> None:
+        base, agents = ordinary((20,), 2, torch.float32)
+        wanted = reference.merge(base, agents, epsilon=[1e-5] * 2, weight=[0.5, 0.5])
+        for half in (torch.tensor(0.5), np.float32(0.5), "0.5"):
+            got = merge_tensors([base, *agents], "ram", base_index=0, parameters={"weight": half})
+            assert_same_bits(got, wanted)
+
+    def test_inputs_that_are_rounded_first(self) -> None:
+        base = torch.tensor([9e4, 1.0])
+        with pytest.raises(NonFiniteError, match="does not fit into float16"):
+            merge_tensors([base, base + 1], "ram", base_index=0, dtype=torch.float16)
+        with pytest.raises(NonFiniteError, match=r"does not fit into float16.*`out_dtype: float32"):
+            merge_tensors([base], "ram", base_index=0, out_dtype=torch.float16)
+
     def test_without_a_base(self) -> None:
         with pytest.raises(ValueError, match="requires a base"):
             merge_tensors([torch.zeros(2)] * 2, "ram")
@@ -371,7 +407,7 @@ class TestInMemory:
         with pytest.raises(ValueError, match=r"ram: tensor 'w'.*1 element in 1"):
             merge_tensors([base, torch.tensor([1, float("nan"), 0])], "ram", base_index=0, name="w")
         half = torch.tensor([4e4], dtype=torch.float16)
-        with pytest.raises(ValueError, match=r"tensor 'w'.*1 element is larger than torch.float16"):
+        with pytest.raises(ValueError, match=r"does not fit into float16 in 1 element"):
             merge_tensors(
                 [half, -half, -half],
                 "ram",

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -174,6 +175,33 @@ def test_many_python_threads_at_once(two_threads: None) -> None:
     assert len(results) == 6
     for result in results:
         assert_same_bits(result, wanted)
+
+
+def test_an_interrupted_merge_stops_its_threads(
+    two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C in the calling thread: no helper works on for memory that may be gone."""
+    monkeypatch.setattr(_threads, "CHUNK", 1 << 10)
+    caller = threading.get_ident()
+    running = threading.Semaphore(0)
+    calls: list[int] = []
+
+    def work(start: int, stop: int) -> None:
+        if threading.get_ident() == caller:
+            running.acquire()
+            raise KeyboardInterrupt
+        calls.append(start)
+        running.release()
+        time.sleep(0.01)
+        calls.append(stop)
+
+    with pytest.raises(KeyboardInterrupt):
+        _threads.over_chunks(work, 1 << 20)
+    done = len(calls)
+    assert done % 2 == 0
+    assert done < 100
+    time.sleep(0.05)
+    assert len(calls) == done
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -462,6 +490,15 @@ def test_a_cache_that_cannot_be_written_costs_one_warning(when: str, tmp_path: P
     assert result.stdout.split() == ["compiled", "True"]
     assert result.stderr.count("cannot be kept on disk") == 1
     assert "NUMBA_CACHE_DIR" in result.stderr
+
+
+def test_a_damaged_cache_costs_one_warning(tmp_path: Path) -> None:
+    assert run_script(NUMBA_CACHE_DIR=str(tmp_path)).returncode == 0
+    for file in tmp_path.rglob("*.nb[ic]"):
+        file.write_bytes(file.read_bytes()[:20])
+    result = run_script(NUMBA_CACHE_DIR=str(tmp_path))
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("cannot be kept on disk") == 1
 
 
 def test_without_numba(tmp_path: Path) -> None:

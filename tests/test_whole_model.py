@@ -208,6 +208,24 @@ def test_files_and_options(
         assert_same_bits(got[unit.name], unit.result)
 
 
+def test_an_untied_head_with_equal_counts_is_no_copy(tmp_path: Path, units: list[Unit]) -> None:
+    """Training the same rows of embedding and head gives equal counts of unlike tensors."""
+    family = make_family(tmp_path, n=2)
+    base = family.states[family.base]
+    state = {name: tensor.clone() for name, tensor in base.items()}
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        state[name][:6] += 0.5
+    save_file(state, family.agents[0] / "model.safetensors", metadata={"format": "pt"})
+    # The other agent is the base there, but for a tensor that makes the two overlap.
+    other = {n: t.clone() for n, t in base.items()}
+    other["lm_head.weight"][5:7] += 0.25
+    other["model.embed_tokens.weight"][5:7] += 0.25
+    save_file(other, family.agents[1] / "model.safetensors", metadata={"format": "pt"})
+    merged(config_of(family, "ram_plus", parameters=PLUS), tmp_path / "out")
+    ratios = check(units)
+    assert set(ratios.values()) == {(2 * 32, 2 * 5 * 32), (2 * 32, 2 * 32)}
+
+
 @pytest.mark.parametrize("stored", ["nowhere", "in the base", "everywhere", "everywhere, changed"])
 def test_a_tied_duplicate_counts_once(stored: str, tmp_path: Path, units: list[Unit]) -> None:
     family = make_family(tmp_path, tie_word_embeddings=True)
@@ -537,6 +555,33 @@ def test_mergekit_pytorch(tmp_path: Path, units: list[Unit]) -> None:
     list(Executor(tasks).run(quiet=True))
     check(units)
     assert_same(load(tmp_path / "out"), {unit.name: unit.result for unit in units})
+
+
+def test_a_tied_copy_counts_once_without_an_architecture(tmp_path: Path, units: list[Unit]) -> None:
+    """mergekit-pytorch and state dictionaries know no tied names: the content tells."""
+    from mergekit.scripts import merge_raw_pytorch as script
+
+    family = make_family(tmp_path, tie_word_embeddings=True)
+    states = []
+    for path, state in family.states.items():
+        head = state["model.embed_tokens.weight"].clone()
+        states.append(state | {"lm_head.weight": head})
+        save_file(states[-1], path / "model.safetensors", metadata={"format": "pt"})
+    config = script.RawPyTorchMergeConfig.model_validate(
+        {
+            "merge_method": "ram_plus",
+            "base_model": str(family.base / "model.safetensors"),
+            "models": [{"model": str(a / "model.safetensors")} for a in family.agents],
+            "parameters": PLUS,
+        }
+    )
+    tasks = script.plan_flat_merge(config, str(tmp_path / "out"), False, False, MergeOptions())
+    list(Executor(tasks).run(quiet=True))
+    check(units, skip=("lm_head.weight",))
+    units.clear()
+    got = merge_state_dicts(states, "ram_plus", base=0, parameters=PLUS)
+    check(units, skip=("lm_head.weight",))
+    assert_same(load(tmp_path / "out"), got)
 
 
 class TestInMemory:

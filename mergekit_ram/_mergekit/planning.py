@@ -58,13 +58,22 @@ def _ancestors(handle: TaskHandle) -> Iterator[TaskHandle]:
         yield from _ancestors(dependency)
 
 
+NARROW = ("float16", "bfloat16")
+
 Plan = Callable[[list[ExecuteMergeMethodTask], Any], Sequence[ExecuteMergeMethodTask]]
 
 
 def wrap_planner(
-    planning: ModuleType, before: Callable[[Any, MergeMethod], None], after: Plan
+    planning: ModuleType,
+    before: Callable[[Any, MergeMethod], None],
+    after: Plan,
+    ours: Callable[[ExecuteMergeMethodTask], bool],
 ) -> None:
     """Call ``before(config, method)`` and ``after(merge tasks, options)`` around planning.
+
+    A narrower ``out_dtype`` is handed to the merge tasks, which have a field for it that the
+    planner leaves empty: the task that saves would round to it, and turn what does not fit into
+    infinity without a word.
 
     ``MergePlanner._plan`` is what planning to disk and in memory have in common: before it the
     config is as its author wrote it, and after it ``_tensors`` holds the merge tasks, of which
@@ -77,9 +86,15 @@ def wrap_planner(
     def _plan(self: Any) -> None:
         before(self.config, self._method)
         plan(self)
-        tasks = after([task for _, task in self._tensors], self.options)
         weights = [weight for weight, _ in self._tensors]
-        self._tensors = list(zip(weights, tasks, strict=True))
+        tasks = [
+            task.model_copy(update={"out_dtype": self.config.out_dtype})
+            if self.config.out_dtype in NARROW and not weight.force_dtype and ours(task)
+            else task
+            for weight, task in self._tensors
+        ]
+        planned = after(tasks, self.options)
+        self._tensors = list(zip(weights, planned, strict=True))
 
     planner._plan = _plan
 

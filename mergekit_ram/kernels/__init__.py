@@ -6,6 +6,7 @@ and environments without numba. Both give the same bits as ``mergekit_ram.refere
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ from mergekit_ram.kernels._dtypes import (
 )
 from mergekit_ram.kernels._staging import pieces
 from mergekit_ram.overlap import OverlapCounts
+
+# Elements that are hashed at a time.
+DIGEST_CHUNK = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ def merge(
     kernel = _cpu.merge_flat if _on_cpu(base) else _torch.merge_flat
     out = empty(base.shape, out_dtype, base.device)
     bad = np.zeros(len(agents) + 2, np.int64)
-    for index, inputs in pieces(tensors, dtype, inner):
+    for index, inputs, overflow in pieces(tensors, dtype, inner):
+        bad[-1] += overflow
         target = out[index].view(-1)
         if inner == out_dtype:
             bad += kernel(target, inputs, *factors, wide)
@@ -111,6 +116,28 @@ def merge(
             target.copy_(rounded)
             bad[-1] += overflow
     return out, BadValues.from_counts(bad)
+
+
+def bits_digest(tensor: torch.Tensor) -> bytes:
+    """Return a digest of a tensor's bits, to tell copies."""
+    digest = hashlib.blake2b()
+    flat = tensor.detach().reshape(-1)
+    for low in range(0, flat.numel(), DIGEST_CHUNK):
+        part = flat[low : low + DIGEST_CHUNK].cpu().contiguous()
+        digest.update(part.view(torch.uint8).numpy().data)
+    return digest.digest()
+
+
+def convert(
+    tensor: torch.Tensor, dtype: torch.dtype | None, out_dtype: torch.dtype | None
+) -> tuple[torch.Tensor, int]:
+    """Return a tensor that nothing is merged into, and how many finite values overflow."""
+    overflow = 0
+    for wanted in (dtype, out_dtype):
+        if wanted is not None and wanted != tensor.dtype:
+            narrow, lost = rounded_tensor(tensor, wanted)
+            tensor, overflow = narrow, overflow + lost
+    return tensor, overflow
 
 
 def count(
@@ -133,7 +160,7 @@ def count(
     kernel = _cpu.count_flat if _on_cpu(base) else _torch.count_flat
     n = len(agents)
     table, bad = np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
-    for _, inputs in pieces(tensors, dtype, dtype):
+    for _, inputs, _ in pieces(tensors, dtype, dtype):
         part, faults = kernel(inputs, limits, wide)
         table += part
         bad += faults

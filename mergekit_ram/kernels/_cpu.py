@@ -47,10 +47,10 @@ def merge_flat(
     number = STORAGE[wide]
     factors = [np.array(f, number) for f in (epsilon, weight, rescale)]
     limits = np.array([LIMIT[out.dtype], LIMIT[wide]], number)
-    address = out.data_ptr()
 
-    def work(start: int, stop: int) -> np.ndarray:
+    def work(start: int, stop: int, held: Any = (out, inputs)) -> np.ndarray:
         bad = np.zeros(len(inputs) + 1, np.int64)
+        address = held[0].data_ptr()
         _call("merge_range", like, addresses, *factors, limits, address, start, stop, bad)
         return bad
 
@@ -67,7 +67,7 @@ def count_flat(
     largest = np.array([LIMIT[wide]], number)
     n = len(epsilon)
 
-    def work(start: int, stop: int) -> tuple[np.ndarray, np.ndarray]:
+    def work(start: int, stop: int, held: Any = inputs) -> tuple[np.ndarray, np.ndarray]:
         table, bad = np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
         _call("count_range", like, addresses, limits, largest, start, stop, table, bad)
         return table, bad

@@ -37,8 +37,8 @@ def common_dtype(tensors: Sequence[torch.Tensor], dtype: torch.dtype | None) -> 
     for tensor in tensors:
         if tensor.dtype not in STORAGE:
             raise UnsupportedInputError(
-                f"RAM cannot merge tensors of type {tensor.dtype}: quantised weights must be "
-                "dequantised to bfloat16, float16 or float32 first."
+                f"RAM merges bfloat16, float16, float32 and float64 tensors, not {tensor.dtype}; "
+                "quantised weights must be dequantised first."
             )
         if tensor.shape != tensors[0].shape:
             raise UnsupportedInputError(

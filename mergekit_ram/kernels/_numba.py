@@ -23,6 +23,7 @@ import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core.caching import NullCache
+from numba.core.errors import NumbaError
 from numba.extending import intrinsic, overload
 
 from mergekit_ram.errors import warn_once
@@ -52,7 +53,8 @@ def _compile(function: Callable[..., Any]):
 def _warn_no_cache(error: Exception):
     warn_once(
         "Compiled kernels cannot be kept on disk, so each run compiles them anew (some seconds): "
-        f"{error}. Set NUMBA_CACHE_DIR to a folder that can be written.",
+        f"{type(error).__name__}: {error}. Set NUMBA_CACHE_DIR to an empty folder that can be "
+        "written.",
         key="numba-cache",
     )
 
@@ -484,8 +486,11 @@ def call(function, *arguments):
     """Call a kernel; where its machine code cannot be saved, without saving it."""
     try:
         function(*arguments)
-    except OSError as error:
-        # Raised while saving, before the kernel has run.
+    except NumbaError:
+        raise
+    except Exception as error:
+        # The kernels themselves raise nothing: this is a folder that cannot be written, or a
+        # damaged file in it, and it comes before the kernel has run.
         _warn_no_cache(error)
         for compiled in COMPILED:
             compiled._cache = NullCache()

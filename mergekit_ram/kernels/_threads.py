@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import TypeVar
 
 import torch
@@ -47,26 +47,29 @@ if hasattr(os, "register_at_fork"):
 def over_chunks(work: Callable[[int, int], T], elements: int) -> list[T]:
     """Call ``work(start, stop)`` for all chunks of ``range(elements)``; results in any order.
 
-    ``work`` should release the GIL. Callers on several threads share the helper threads.
+    ``work`` should release the GIL, and has to keep alive what it works on: a second Ctrl-C can
+    end this call before the helper threads have stopped. Callers share the helper threads.
     """
     ranges = [(low, min(low + CHUNK, elements)) for low in range(0, elements, CHUNK)]
     threads = min(torch.get_num_threads(), len(ranges))
     if threads <= 1:
         return [work(*r) for r in ranges]
-    pending = iter(ranges)
-    lock = threading.Lock()
+    pending = iter(ranges)  # stepped atomically, also from several threads
+    stopped = threading.Event()
 
     def drain() -> list[T]:
         results: list[T] = []
-        while True:
-            with lock:
-                item = next(pending, None)
-            if item is None:
-                return results
+        while not stopped.is_set() and (item := next(pending, None)) is not None:
             results.append(work(*item))
+        return results
 
     helpers = [_pools.get(threads - 1).submit(drain) for _ in range(threads - 1)]
-    results = drain()
-    for helper in helpers:
-        results += helper.result()
+    try:
+        results = drain()
+        for helper in helpers:
+            results += helper.result()
+    finally:
+        # After Ctrl-C or an error no thread may go on working for a caller that is gone.
+        stopped.set()
+        wait(helpers)
     return results
