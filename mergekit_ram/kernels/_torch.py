@@ -11,7 +11,13 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-CHUNK = 1 << 20
+# Bytes of temporaries per chunk: about ten of the working dtype, and a mask per agent.
+SCRATCH = 48 << 20
+
+
+def _step(agents: int, wide: torch.dtype) -> int:
+    """Elements per chunk."""
+    return max(1, SCRATCH // (10 * wide.itemsize + agents))
 
 
 def _bits_differ(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -96,9 +102,10 @@ def merge_flat(
     """Merge flat inputs of the output's dtype; what is wrong, int64 ``(n + 2,)``."""
     # Counts stay on the device: one transfer per tensor, not one per chunk.
     bad = torch.zeros(len(inputs) + 1, dtype=torch.int64, device=out.device)
-    for low in range(0, out.numel(), CHUNK):
-        base, *agents = (tensor[low : low + CHUNK] for tensor in inputs)
-        out[low : low + CHUNK], faults = _merge(base, agents, epsilon, weight, rescale, wide)
+    step = _step(len(epsilon), wide)
+    for low in range(0, out.numel(), step):
+        base, *agents = (tensor[low : low + step] for tensor in inputs)
+        out[low : low + step], faults = _merge(base, agents, epsilon, weight, rescale, wide)
         bad += faults
     return bad.cpu().numpy()
 
@@ -111,8 +118,9 @@ def count_flat(
     device = inputs[0].device
     table = torch.zeros((2 * n + 2, n), dtype=torch.int64, device=device)
     bad = torch.zeros(n + 2, dtype=torch.int64, device=device)
-    for low in range(0, inputs[0].numel(), CHUNK):
-        base, *agents = (tensor[low : low + CHUNK] for tensor in inputs)
+    step = _step(n, wide)
+    for low in range(0, inputs[0].numel(), step):
+        base, *agents = (tensor[low : low + step] for tensor in inputs)
         theta = base.to(wide)
         differ = [_bits_differ(agent, base) for agent in agents]
         active: list[torch.Tensor] = []
