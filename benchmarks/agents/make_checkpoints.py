@@ -94,7 +94,7 @@ def make(
             "torch": torch.__version__,
             "transformers": transformers.__version__,
         },
-        "cpu": _cpu(),
+        "cpu": processor(),
         "training": {name: asdict(entry) for name, entry in entries.items()},
         "exact_match_percent": {
             name: {task: round(value, 2) for task, value in row.items()}
@@ -114,7 +114,7 @@ def _told(regime: Regime) -> dict[str, Any]:
     return settings
 
 
-def _cpu() -> str:
+def processor() -> str:
     """The processor's name, and the vector instructions torch uses on it."""
     name = platform.processor() or platform.machine()
     cpuinfo = Path("/proc/cpuinfo")
