@@ -91,14 +91,14 @@ class RamMethod(WholeCallMethod):
     ) -> OverlapCounts:
         """Count over all groups; tensors that are copies of each other, as tied ones are, once."""
         total = OverlapCounts.zero(())
-        kept: dict[Hashable, list[TensorGroup]] = {}
+        kept: dict[Hashable, TensorGroup] = {}
         for group, values, dtype in calls:
             counts = self.count_group(group, values, dtype)
             if counts.changed.any():
-                others = kept.setdefault(counts.key(), [])
-                if any(_same_content(group, other) for other in others):
+                sample = tuple(kernels.bits_sample(tensor) for tensor in group.tensors)
+                other = kept.setdefault((counts.key(), sample), group)
+                if other is not group and _same_content(group, other):
                     continue
-                others.append(group)
             total += counts
         return total
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from mergekit.graph import Task
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDictWrapper
 
 from mergekit_ram._mergekit.planning import run_tasks, with_extra
-from mergekit_ram.kernels import bits_digest
+from mergekit_ram.kernels import bits_digest, bits_sample
 from mergekit_ram.methods import MEASURE, OVERLAP
 from mergekit_ram.overlap import OverlapCounts, rescale_factors
 from mergekit_ram.report import overlap_table
@@ -19,7 +20,15 @@ from mergekit_ram.report import overlap_table
 LOG = logging.getLogger(__name__)
 
 
-class CountOverlap(Task[OverlapCounts | None]):
+@dataclass(frozen=True)
+class Counted:
+    """Counts of one tensor, and a sample of what was counted."""
+
+    counts: OverlapCounts
+    sample: tuple[tuple[Hashable, bytes], ...]
+
+
+class CountOverlap(Task[Counted | None]):
     """Counts how the agents overlap in the tensor that a merge task merges.
 
     It depends on the merge task's own inputs, so that dtype casts, tokenizer alignment, slices,
@@ -42,10 +51,12 @@ class CountOverlap(Task[OverlapCounts | None]):
         """Count where the merge is done."""
         return bool(self.merge.uses_accelerator())
 
-    def execute(self, **inputs: Any) -> OverlapCounts | None:
+    def execute(self, tensors: dict[Any, torch.Tensor], **inputs: Any) -> Counted | None:
         """Return the counts, or None where MergeKit copies the tensor instead of merging it."""
-        result = with_extra(self.merge, {MEASURE: True}).execute(**inputs)
-        return result if isinstance(result, OverlapCounts) else None
+        counts = with_extra(self.merge, {MEASURE: True}).execute(tensors=tensors, **inputs)
+        if not isinstance(counts, OverlapCounts):
+            return None
+        return Counted(counts, tuple((m, bits_sample(t)) for m, t in tensors.items()))
 
 
 class MeasureOverlap(Task[OverlapCounts]):
@@ -100,7 +111,7 @@ class MeasureOverlap(Task[OverlapCounts]):
         # Some architectures list a weight in two modules; it is one tensor of the output.
         outputs = {task.output_weight.name: task for task in self.merges}
         groups = _tied_groups(list(outputs.values()))
-        kept: dict[Hashable, list[ExecuteMergeMethodTask]] = {}
+        kept: dict[Hashable, ExecuteMergeMethodTask] = {}
         devices = {"math_device": self.math_device, "storage_device": self.storage_device}
         results = run_tasks(
             [CountOverlap(merge=task) for task in outputs.values()],
@@ -108,16 +119,16 @@ class MeasureOverlap(Task[OverlapCounts]):
             quiet=self.quiet,
             desc="Measuring overlap",
         )
-        for task, counts in results:
-            if counts is None:
+        for task, counted in results:
+            if counted is None:
                 continue
             group = groups.get(task.merge.output_weight.name)
-            if group is not None and counts.changed.any():
-                others = kept.setdefault((group, counts.key()), [])
-                if any(_same_inputs(task.merge, other, devices) for other in others):
+            if group is not None and counted.counts.changed.any():
+                key = (group, counted.counts.key(), counted.sample)
+                other = kept.setdefault(key, task.merge)
+                if other is not task.merge and _same_inputs(task.merge, other, devices):
                     continue
-                others.append(task.merge)
-            total += counts
+            total += counted.counts
         LOG.info(
             "Overlap of the agents over the whole model (%s elements, %s shared with conflicting "
             "signs):\n%s",

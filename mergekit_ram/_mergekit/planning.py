@@ -58,7 +58,7 @@ def _ancestors(handle: TaskHandle) -> Iterator[TaskHandle]:
         yield from _ancestors(dependency)
 
 
-NARROW = ("float16", "bfloat16")
+NARROW = ("float16", "bfloat16", "torch.float16", "torch.bfloat16")
 
 Plan = Callable[[list[ExecuteMergeMethodTask], Any], Sequence[ExecuteMergeMethodTask]]
 

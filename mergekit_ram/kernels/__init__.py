@@ -118,6 +118,12 @@ def merge(
     return out, BadValues.from_counts(bad)
 
 
+def bits_sample(tensor: torch.Tensor) -> bytes:
+    """Return the bits of a tensor's first elements: unlike tensors rarely have the same."""
+    first = tensor.detach().reshape(-1)[:64].cpu().contiguous()
+    return first.view(torch.uint8).numpy().tobytes()
+
+
 def bits_digest(tensor: torch.Tensor) -> bytes:
     """Return a digest of a tensor's bits, to tell copies."""
     digest = hashlib.blake2b()
