@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping
 
 from mergekit_ram.overlap import OverlapCounts, overlap_unique_ratio
 
-COLUMNS = ("agent", "density", "unique", "shared", "rho", "lambda")
+COLUMNS = ("density", "unique", "shared", "rho", "lambda", "agent")
 
 
 def overlap_table(counts: OverlapCounts, factors: Mapping[Hashable, tuple[float, float]]) -> str:
@@ -22,7 +22,7 @@ def overlap_table(counts: OverlapCounts, factors: Mapping[Hashable, tuple[float,
         the shares of those that it alone and that others changed too; rho, the overlap-unique
         ratio; lambda, the rescale factor. The agents' names come last, since they may be long.
     """
-    rows = [(*COLUMNS[1:], COLUMNS[0])]
+    rows: list[tuple[str, ...]] = [COLUMNS]
     for i, agent in enumerate(counts.agents):
         changed, unique, shared = (
             int(c[i]) for c in (counts.changed, counts.unique, counts.shared)

@@ -11,7 +11,7 @@ import torch
 from mergekit.graph import Task
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDictWrapper
 
-from mergekit_ram._mergekit.planning import run_tasks, with_extra
+from mergekit_ram._mergekit.planning import fields_of, run_tasks, with_extra
 from mergekit_ram.kernels import bits_digest, bits_sample
 from mergekit_ram.methods import MEASURE, OVERLAP
 from mergekit_ram.overlap import OverlapCounts, rescale_factors
@@ -210,7 +210,5 @@ class RescaledMergeTask(ExecuteMergeMethodTask):
     @classmethod
     def of(cls, merge: ExecuteMergeMethodTask, overlap: MeasureOverlap) -> RescaledMergeTask:
         """Return what takes the place of ``merge``."""
-        # Its fields are those of a task that has been validated.
-        fields = {name: getattr(merge, name) for name in ExecuteMergeMethodTask.model_fields}
-        task: RescaledMergeTask = cls.model_construct(**fields, overlap=overlap)
+        task: RescaledMergeTask = cls.model_construct(**fields_of(merge), overlap=overlap)
         return task

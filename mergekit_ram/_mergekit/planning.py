@@ -15,6 +15,11 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.tokenizer import BuildTokenizer
 
 
+def fields_of(task: ExecuteMergeMethodTask) -> dict[str, Any]:
+    """Return a merge task's fields, to construct its like without validating them again."""
+    return {name: getattr(task, name) for name in ExecuteMergeMethodTask.model_fields}
+
+
 def with_extra(task: ExecuteMergeMethodTask, extra: Mapping[str, Any]) -> ExecuteMergeMethodTask:
     """Return a copy of a merge task that hands ``extra`` to the method with its parameters.
 
@@ -23,8 +28,8 @@ def with_extra(task: ExecuteMergeMethodTask, extra: Mapping[str, Any]) -> Execut
     that it knows of missing tensors, buffers and optional weights.
     """
     parameters = ImmutableMap({**dict(task.parameters.items()), **extra})
-    fields = {name: getattr(task, name) for name in ExecuteMergeMethodTask.model_fields}
-    return ExecuteMergeMethodTask.model_construct(**{**fields, "parameters": parameters})
+    fields = fields_of(task) | {"parameters": parameters}
+    return ExecuteMergeMethodTask.model_construct(**fields)
 
 
 def run_tasks(
