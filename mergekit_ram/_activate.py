@@ -30,13 +30,19 @@ def activate() -> None:
         sys.meta_path.insert(0, Finder())
     for name, extension in TARGETS.items():
         module = sys.modules.get(name)
-        if module is not None:
-            try:
-                from mergekit_ram import _extend
-            except Exception as error:
-                print(f"warning: mergekit-ram is not active: {error!r}", file=sys.stderr)
-                return
-            _extend.when_executed(module, extension)
+        extend = _rest_of_the_hook() if module is not None else None
+        if extend is not None:
+            extend.when_executed(module, extension)
+
+
+def _rest_of_the_hook() -> Any:
+    """Import ``_extend``; None, with a warning, where that fails."""
+    try:
+        from mergekit_ram import _extend
+    except Exception as error:
+        print(f"warning: mergekit-ram is not active: {error!r}", file=sys.stderr)
+        return None
+    return _extend
 
 
 class Finder:
@@ -56,12 +62,8 @@ class Finder:
                 continue
             spec: Any = finder.find_spec(name, path, target)
             if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    try:
-                        from mergekit_ram import _extend
-
-                        spec.loader = _extend.Loader(spec.loader, extension)
-                    except Exception as error:
-                        print(f"warning: mergekit-ram is not active: {error!r}", file=sys.stderr)
+                extend = _rest_of_the_hook()
+                if extend is not None and hasattr(spec.loader, "exec_module"):
+                    spec.loader = extend.Loader(spec.loader, extension)
                 return spec
         return None
