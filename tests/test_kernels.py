@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mergekit_ram import kernels, reference
 from mergekit_ram.errors import UnsupportedInputError
 from mergekit_ram.kernels import _cpu, _staging, _threads, _torch
+from mergekit_ram.overlap import OverlapCounts
 
 PATHS = ("compiled", "torch")
 
@@ -43,7 +44,7 @@ def two_threads() -> Iterator[None]:
 
 
 def same(base: torch.Tensor, agents: list[torch.Tensor], **factors: list[float]) -> None:
-    """Merge and count, and compare both with the reference."""
+    """Merge, count, and do both at once, and compare with the reference."""
     n = len(agents)
     factors = {"epsilon": [1e-5] * n, "weight": [1.0] * n, "rescale": [1.0] * n} | factors
     wanted = reference.merge(base, agents, **factors)
@@ -52,9 +53,17 @@ def same(base: torch.Tensor, agents: list[torch.Tensor], **factors: list[float])
     overflow = int((~wanted.isfinite() & base.isfinite()).sum())
     assert bad == kernels.BadValues(0, (0,) * n, overflow)
 
-    wanted_counts = reference.count(base, agents, epsilon=factors["epsilon"])
     counts, bad = kernels.count(base, agents, epsilon=factors["epsilon"], names=range(n))
     assert not bad
+    assert_counts(counts, reference.count(base, agents, epsilon=factors["epsilon"]))
+
+    merged, both, bad = kernels.merge_and_count(base, agents, **factors, names=range(n))
+    assert_same_bits(merged, wanted)
+    assert bad == kernels.BadValues(0, (0,) * n, overflow)
+    assert both.key() == counts.key()
+
+
+def assert_counts(counts: OverlapCounts, wanted_counts: dict) -> None:
     assert counts.elements == wanted_counts["elements"]
     assert counts.overlap.tolist() == wanted_counts["overlap"]
     assert counts.pairs.tolist() == wanted_counts["pairs"]
@@ -218,6 +227,10 @@ def test_non_finite_values_are_counted_where_something_changed(
     assert bad == kernels.BadValues(base=3, agents=(1, 2), overflow=0)
     _, bad = kernels.count(base, [first, second], epsilon=[1e-5] * 2, names="ab")
     assert bad == kernels.BadValues(base=3, agents=(1, 2), overflow=0)
+    _, _, bad = kernels.merge_and_count(
+        base, [first, second], epsilon=[1e-5] * 2, **ones, names="ab"
+    )
+    assert bad == kernels.BadValues(base=3, agents=(1, 2), overflow=0)
     merged, bad = kernels.merge(base[:2], [first[:2], second[:2]], epsilon=[0.0] * 2, **ones)
     assert not bad
     assert_same_bits(merged, base[:2])
@@ -270,6 +283,13 @@ def test_mixed_dtypes_meet_where_they_promote_to(
         ).reshape(wanted.shape)
     assert_same_bits(merged, wanted.to(out_dtype))
     assert not bad
+    counts, _ = kernels.count(tensors[0], tensors[1:], epsilon=factors["epsilon"], names=range(n))
+    merged, both, bad = kernels.merge_and_count(
+        tensors[0], tensors[1:], **factors, names=range(n), out_dtype=out_dtype
+    )
+    assert_same_bits(merged, wanted.to(out_dtype))
+    assert not bad
+    assert both.key() == counts.key()
 
 
 def nearest(value: float, dtype: torch.dtype) -> float:
@@ -344,6 +364,18 @@ def test_gradients() -> None:
         )
     assert not plain.requires_grad
     assert_same_bits(merged, plain)
+    again, counts, bad = kernels.merge_and_count(
+        base,
+        [first, second],
+        epsilon=[1e-5] * 2,
+        weight=[1.0] * 2,
+        rescale=[1.0, 2.0],
+        names="ab",
+    )
+    assert again.requires_grad
+    assert not bad
+    assert_same_bits(again, merged)
+    assert counts.overlap.tolist() == [[1, 1], [1, 1]]
 
 
 class _Allocations(TorchDispatchMode):
@@ -374,16 +406,11 @@ def test_scratch_is_bounded(case: str, path: str, monkeypatch: pytest.MonkeyPatc
     elif case == "mixed":
         agents[1] = agents[1].half()
     out_dtype = torch.float32 if case == "another output" else None
+    factors = {"epsilon": [1e-5] * 2, "weight": [1.0] * 2, "rescale": [1.0] * 2}
     with _Allocations() as allocations:
-        kernels.merge(
-            base,
-            agents,
-            epsilon=[1e-5] * 2,
-            weight=[1.0] * 2,
-            rescale=[1.0] * 2,
-            out_dtype=out_dtype,
-        )
+        kernels.merge(base, agents, **factors, out_dtype=out_dtype)
         kernels.count(base, agents, epsilon=[1e-5] * 2, names="ab")
+        kernels.merge_and_count(base, agents, **factors, names="ab", out_dtype=out_dtype)
     assert allocations.largest <= 1 << 20 < size
 
 
@@ -442,6 +469,9 @@ for threads in (1, 2):
             wanted = reference.count(base, agents, epsilon=f["epsilon"])
             assert counts.overlap.tolist() == wanted["overlap"]
             assert counts.below_epsilon.tolist() == wanted["below_epsilon"]
+            merged, both, _ = kernels.merge_and_count(base, agents, **f, names=range(n))
+            assert_same_bits(merged, reference.merge(base, agents, **f))
+            assert both.key() == counts.key()
 from mergekit_ram.kernels import _cpu
 print("compiled", _cpu.available())
 """

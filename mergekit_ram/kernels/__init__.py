@@ -83,39 +83,36 @@ def merge(
     Raises:
         UnsupportedInputError: for dtypes and shapes that the rule is not defined for.
     """
-    tensors = (base, *agents)
-    dtype = common_dtype(tensors, dtype)
-    out_dtype = dtype if out_dtype is None else require(out_dtype)
-    wide = working_dtype(dtype)
-    # Inputs are exact in the working dtype, and a result of another dtype is rounded from there.
-    inner = dtype if out_dtype == dtype else wide
-    factors = (
-        rounded_numbers(epsilon, wide, clamp=True),
-        rounded_numbers(weight, wide),
-        rounded_numbers(rescale, wide),
-    )
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
-        inputs = [t.to(dtype).to(inner).reshape(-1) for t in tensors]
-        merged, bad = _torch.merge_differentiably(inputs, *factors, wide)
-        result, overflow = rounded_tensor(merged, out_dtype)
-        bad[-1] += overflow
-        return result.reshape(base.shape), BadValues.from_counts(bad)
+    factors = epsilon, weight, rescale
+    if _differentiable(base, *agents):
+        return _merge_differentiably(base, agents, factors, dtype, out_dtype)
+    merged, _, bad = _merge(base, agents, factors, dtype, out_dtype, counting=False)
+    return merged, bad
 
-    kernel = _cpu.merge_flat if _on_cpu(base) else _torch.merge_flat
-    out = empty(base.shape, out_dtype, base.device)
-    bad = np.zeros(len(agents) + 2, np.int64)
-    for index, inputs, overflow in pieces(tensors, dtype, inner):
-        bad[-1] += overflow
-        target = out[index].view(-1)
-        if inner == out_dtype:
-            bad += kernel(target, inputs, *factors, wide)
-        else:
-            held = torch.empty_like(target, dtype=inner)
-            bad += kernel(held, inputs, *factors, wide)
-            rounded, overflow = rounded_tensor(held, out_dtype)
-            target.copy_(rounded)
-            bad[-1] += overflow
-    return out, BadValues.from_counts(bad)
+
+def merge_and_count(
+    base: torch.Tensor,
+    agents: Sequence[torch.Tensor],
+    *,
+    epsilon: Sequence[float],
+    weight: Sequence[float],
+    rescale: Sequence[float],
+    names: Sequence[Hashable],
+    dtype: torch.dtype | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, OverlapCounts, BadValues]:
+    """Merge one tensor as ``merge`` does and count as ``count`` does, reading the inputs once.
+
+    Arguments and errors are those of ``merge`` and ``count``. The merged tensor must not be
+    used, and the counts have no meaning, if there are bad values.
+    """
+    factors = epsilon, weight, rescale
+    if _differentiable(base, *agents):
+        merged, bad = _merge_differentiably(base, agents, factors, dtype, out_dtype)
+        counts, _ = count(base, agents, epsilon=epsilon, names=names, dtype=dtype)
+        return merged, counts, bad
+    merged, table, bad = _merge(base, agents, factors, dtype, out_dtype, counting=True)
+    return merged, _overlap_counts(table, base.numel(), names), bad
 
 
 def bits_sample(tensor: torch.Tensor) -> bytes:
@@ -170,16 +167,98 @@ def count(
         part, faults = kernel(inputs, limits, wide)
         table += part
         bad += faults
+    return _overlap_counts(table, base.numel(), names), BadValues.from_counts(bad)
+
+
+Factors = tuple[Sequence[float], Sequence[float], Sequence[float]]
+
+
+def _merge(
+    base: torch.Tensor,
+    agents: Sequence[torch.Tensor],
+    factors: Factors,
+    dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+    *,
+    counting: bool,
+) -> tuple[torch.Tensor, np.ndarray, BadValues]:
+    """Merge without gradients; also the table of ``count_range``, zeros unless ``counting``."""
+    tensors = (base, *agents)
+    dtype, inner, out_dtype = _dtypes(tensors, dtype, out_dtype)
+    wide = working_dtype(dtype)
+    numbers = _rounded_factors(factors, wide)
+    kernel = _cpu.merge_flat if _on_cpu(base) else _torch.merge_flat
+    n = len(agents)
+    out = empty(base.shape, out_dtype, base.device)
+    table, bad = np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
+    for index, inputs, overflow in pieces(tensors, dtype, inner):
+        target = out[index].view(-1)
+        held = target if inner == out_dtype else torch.empty_like(target, dtype=inner)
+        part, faults = kernel(held, inputs, *numbers, wide, counting=counting)
+        table += part
+        bad += faults
+        bad[-1] += overflow
+        if inner != out_dtype:
+            rounded, overflow = rounded_tensor(held, out_dtype)
+            target.copy_(rounded)
+            bad[-1] += overflow
+    return out, table, BadValues.from_counts(bad)
+
+
+def _merge_differentiably(
+    base: torch.Tensor,
+    agents: Sequence[torch.Tensor],
+    factors: Factors,
+    dtype: torch.dtype | None,
+    out_dtype: torch.dtype | None,
+) -> tuple[torch.Tensor, BadValues]:
+    tensors = (base, *agents)
+    dtype, inner, out_dtype = _dtypes(tensors, dtype, out_dtype)
+    wide = working_dtype(dtype)
+    inputs = [t.to(dtype).to(inner).reshape(-1) for t in tensors]
+    merged, bad = _torch.merge_differentiably(inputs, *_rounded_factors(factors, wide), wide)
+    result, overflow = rounded_tensor(merged, out_dtype)
+    bad[-1] += overflow
+    return result.reshape(base.shape), BadValues.from_counts(bad)
+
+
+def _differentiable(*tensors: torch.Tensor) -> bool:
+    return torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+
+
+def _dtypes(
+    tensors: Sequence[torch.Tensor], dtype: torch.dtype | None, out_dtype: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype, torch.dtype]:
+    """Dtypes that inputs are rounded to, that kernels read and write, and of the result."""
+    dtype = common_dtype(tensors, dtype)
+    out_dtype = dtype if out_dtype is None else require(out_dtype)
+    # Inputs are exact in the working dtype, and a result of another dtype is rounded from there.
+    return dtype, dtype if out_dtype == dtype else working_dtype(dtype), out_dtype
+
+
+def _rounded_factors(
+    factors: Factors, wide: torch.dtype
+) -> tuple[list[float], list[float], list[float]]:
+    epsilon, weight, rescale = factors
+    return (
+        rounded_numbers(epsilon, wide, clamp=True),
+        rounded_numbers(weight, wide),
+        rounded_numbers(rescale, wide),
+    )
+
+
+def _overlap_counts(table: np.ndarray, elements: int, names: Sequence[Hashable]) -> OverlapCounts:
+    """Read the table of ``count_range``."""
+    n = table.shape[1]
     pairs = table[n : 2 * n]
-    counts = OverlapCounts(
+    return OverlapCounts(
         agents=tuple(names),
-        elements=base.numel(),
+        elements=elements,
         overlap=table[:n],
         pairs=pairs + np.triu(pairs, 1).T,
         below_epsilon=table[2 * n],
         sign_conflicts=int(table[2 * n + 1, 0]),
     )
-    return counts, BadValues.from_counts(bad)
 
 
 def _on_cpu(tensor: torch.Tensor) -> bool:

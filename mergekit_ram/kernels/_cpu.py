@@ -14,6 +14,9 @@ from mergekit_ram.errors import warn_once
 from mergekit_ram.kernels._dtypes import LIMIT, STORAGE
 from mergekit_ram.kernels._threads import over_chunks
 
+# The table and the faults of ``count_range``.
+Counts = tuple[np.ndarray, np.ndarray]
+
 
 @functools.cache
 def _compiled() -> ModuleType | None:
@@ -41,42 +44,52 @@ def merge_flat(
     weight: Sequence[float],
     rescale: Sequence[float],
     wide: torch.dtype,
-) -> np.ndarray:
-    """Merge flat contiguous inputs of the output's dtype; what is wrong, int64 ``(n + 2,)``."""
+    *,
+    counting: bool,
+) -> Counts:
+    """Merge flat contiguous inputs of the output's dtype; count as well if ``counting``."""
     like, addresses = _as_memory(inputs)
     number = STORAGE[wide]
     factors = [np.array(f, number) for f in (epsilon, weight, rescale)]
     limits = np.array([LIMIT[out.dtype], LIMIT[wide]], number)
+    name = "merge_and_count_range" if counting else "merge_range"
 
-    def work(start: int, stop: int, held: Any = (out, inputs)) -> np.ndarray:
-        bad = np.zeros(len(inputs) + 1, np.int64)
-        address = held[0].data_ptr()
-        _call("merge_range", like, addresses, *factors, limits, address, start, stop, bad)
-        return bad
+    def work(start: int, stop: int, held: Any = (out, inputs)) -> Counts:
+        table, bad = _no_counts(len(epsilon))
+        found = (table, bad) if counting else (bad,)
+        _call(name, like, addresses, *factors, limits, held[0].data_ptr(), start, stop, *found)
+        return table, bad
 
-    return sum(over_chunks(work, out.numel()), np.zeros(len(inputs) + 1, np.int64))
+    return _total(over_chunks(work, out.numel()), len(epsilon))
 
 
 def count_flat(
     inputs: Sequence[torch.Tensor], epsilon: Sequence[float], wide: torch.dtype
-) -> tuple[np.ndarray, np.ndarray]:
-    """Count flat contiguous inputs of one dtype: the table and the faults of ``count_range``."""
+) -> Counts:
+    """Count flat contiguous inputs of one dtype."""
     like, addresses = _as_memory(inputs)
     number = STORAGE[wide]
     limits = np.array(epsilon, number)
     largest = np.array([LIMIT[wide]], number)
-    n = len(epsilon)
 
-    def work(start: int, stop: int, held: Any = inputs) -> tuple[np.ndarray, np.ndarray]:
-        table, bad = np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
+    def work(start: int, stop: int, held: Any = inputs) -> Counts:
+        table, bad = _no_counts(len(epsilon))
         _call("count_range", like, addresses, limits, largest, start, stop, table, bad)
         return table, bad
 
-    total, faults = np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
-    for table, bad in over_chunks(work, inputs[0].numel()):
-        total += table
-        faults += bad
-    return total, faults
+    return _total(over_chunks(work, inputs[0].numel()), len(epsilon))
+
+
+def _no_counts(n: int) -> Counts:
+    return np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
+
+
+def _total(parts: Sequence[Counts], n: int) -> Counts:
+    table, bad = _no_counts(n)
+    for part, faults in parts:
+        table += part
+        bad += faults
+    return table, bad
 
 
 def _as_memory(inputs: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:

@@ -482,6 +482,34 @@ def count_range(
                 table[n + i, k] += _sum_both(row, active[k * PITCH : k * PITCH + size])
 
 
+# --- Both ----------------------------------------------------------------------------------
+
+# Elements that are merged and then counted, while the first cache still has them.
+SPAN = 4 * BLOCK
+
+
+@_compile
+def merge_and_count_range(
+    like,
+    inputs,
+    epsilon,
+    weight,
+    rescale,
+    limits,
+    output,
+    start,
+    stop,
+    table,
+    bad,
+):
+    """Do what ``merge_range`` and ``count_range`` do; ``bad`` is added to once."""
+    same = np.zeros_like(bad)
+    for low in range(start, stop, SPAN):
+        high = min(low + SPAN, stop)
+        merge_range(like, inputs, epsilon, weight, rescale, limits, output, low, high, bad)
+        count_range(like, inputs, epsilon, limits[1:], low, high, table, same)
+
+
 def call(function, *arguments):
     """Call a kernel; where its machine code cannot be saved, without saving it."""
     try:

@@ -98,16 +98,28 @@ def merge_flat(
     weight: Sequence[float],
     rescale: Sequence[float],
     wide: torch.dtype,
-) -> np.ndarray:
-    """Merge flat inputs of the output's dtype; what is wrong, int64 ``(n + 2,)``."""
+    *,
+    counting: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Merge flat inputs of the output's dtype; count as well if ``counting``.
+
+    Returns:
+        The table of ``count_range``, zeros unless ``counting``, and the faults of ``merge_range``.
+    """
+    n = len(epsilon)
     # Counts stay on the device: one transfer per tensor, not one per chunk.
-    bad = torch.zeros(len(inputs) + 1, dtype=torch.int64, device=out.device)
-    step = _step(len(epsilon), wide)
+    table = torch.zeros((2 * n + 2, n), dtype=torch.int64, device=out.device)
+    bad = torch.zeros(n + 2, dtype=torch.int64, device=out.device)
+    step = _step(n, wide)
     for low in range(0, out.numel(), step):
         base, *agents = (tensor[low : low + step] for tensor in inputs)
-        out[low : low + step], faults = _merge(base, agents, epsilon, weight, rescale, wide)
+        merged, faults = _merge(base, agents, epsilon, weight, rescale, wide)
+        out[low : low + step] = merged
         bad += faults
-    return bad.cpu().numpy()
+        if counting:
+            del merged
+            _count(base, agents, epsilon, wide, table)
+    return table.cpu().numpy(), bad.cpu().numpy()
 
 
 def count_flat(
@@ -121,25 +133,37 @@ def count_flat(
     step = _step(n, wide)
     for low in range(0, inputs[0].numel(), step):
         base, *agents = (tensor[low : low + step] for tensor in inputs)
-        theta = base.to(wide)
+        _count(base, agents, epsilon, wide, table)
         differ = [_bits_differ(agent, base) for agent in agents]
-        active: list[torch.Tensor] = []
-        up = torch.zeros_like(base, dtype=torch.bool)
-        down = torch.zeros_like(up)
-        for i, (agent, changed, eps) in enumerate(zip(agents, differ, epsilon, strict=True)):
-            tau = agent.to(wide) - theta
-            on = tau.abs() > eps
-            active.append(on)
-            up |= on & (tau > 0)
-            down |= on & (tau < 0)
-            table[2 * n, i] += (changed & ~on).sum()
-        table[2 * n + 1, 0] += (up & down).sum()
-        number = torch.zeros_like(base, dtype=torch.int64)
-        for on in active:
-            number += on
-        for i, on in enumerate(active):
-            table[i] += torch.bincount(number[on], minlength=n + 1)[1:]
-            for j in range(i, n):
-                table[n + i, j] += (on & active[j]).sum()
         bad[:-1] += _non_finite(base, agents, differ)
     return table.cpu().numpy(), bad.cpu().numpy()
+
+
+def _count(
+    base: torch.Tensor,
+    agents: Sequence[torch.Tensor],
+    epsilon: Sequence[float],
+    wide: torch.dtype,
+    table: torch.Tensor,
+) -> None:
+    """Add the counts of tensors of one shape and dtype to the table of ``count_range``."""
+    n = len(epsilon)
+    theta = base.to(wide)
+    active: list[torch.Tensor] = []
+    up = torch.zeros_like(base, dtype=torch.bool)
+    down = torch.zeros_like(up)
+    for i, (agent, eps) in enumerate(zip(agents, epsilon, strict=True)):
+        tau = agent.to(wide) - theta
+        on = tau.abs() > eps
+        active.append(on)
+        up |= on & (tau > 0)
+        down |= on & (tau < 0)
+        table[2 * n, i] += (_bits_differ(agent, base) & ~on).sum()
+    table[2 * n + 1, 0] += (up & down).sum()
+    number = torch.zeros_like(base, dtype=torch.int64)
+    for on in active:
+        number += on
+    for i, on in enumerate(active):
+        table[i] += torch.bincount(number[on], minlength=n + 1)[1:]
+        for j in range(i, n):
+            table[n + i, j] += (on & active[j]).sum()
