@@ -1,7 +1,7 @@
 """Watches for MergeKit being imported; torch loads this module for us.
 
 MergeKit has no plugin mechanism, but ``import torch`` calls the entry points of the group
-``torch.backends``, and MergeKit imports torch. ``activate`` waits for the three MergeKit modules
+``torch.backends``, and MergeKit imports torch. ``activate`` waits for the four MergeKit modules
 that the plugin extends; ``_extend`` extends each right after it has been executed.
 
 Standard library only, and nothing here may raise: an error would make ``import torch`` fail. It is
@@ -18,6 +18,7 @@ from typing import Any
 TARGETS = {
     "mergekit.merge_methods.registry": "mergekit_ram.methods:install",
     "mergekit.plan": "mergekit_ram.planning:install",
+    "mergekit.merge": "mergekit_ram.planning:install_merging",
     "mergekit.scripts.merge_raw_pytorch": "mergekit_ram.planning:install_flat",
 }
 

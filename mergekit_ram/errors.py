@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import click
 
@@ -38,6 +41,40 @@ class PipelineError(RamError, RuntimeError):
     """A merge task runs in a way that cannot give the method's result."""
 
 
+class ConfigError(RamError, ValueError):
+    """A config, or the checkpoints that it names, cannot be merged; found before any work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that a check found; ``message`` says what is wrong and what to do."""
+
+    level: Literal["error", "warning"]
+    message: str
+
+
+_collected: list[Finding] | None = None
+
+
+@contextlib.contextmanager
+def collecting() -> Iterator[list[Finding]]:
+    """Collect warnings and errors of checks, instead of logging the ones and raising the others."""
+    global _collected
+    before, _collected = _collected, []
+    try:
+        yield _collected
+    finally:
+        _collected = before
+
+
+def fail(messages: Sequence[str]) -> None:
+    """Raise one ``ConfigError`` of all messages, if there are any."""
+    if _collected is not None:
+        _collected.extend(Finding("error", message) for message in messages)
+    elif messages:
+        raise ConfigError("\n".join(messages))
+
+
 def warn_once(message: str, *, key: Hashable | None = None) -> None:
     """Log ``message`` as a warning, unless ``key`` (the message itself) was warned about before.
 
@@ -48,7 +85,10 @@ def warn_once(message: str, *, key: Hashable | None = None) -> None:
         if key in _given:
             return
         _given.add(key)
-    LOG.warning(message)
+    if _collected is not None:
+        _collected.append(Finding("warning", message))
+    else:
+        LOG.warning(message)
 
 
 def forget_warnings() -> None:

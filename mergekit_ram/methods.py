@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -26,9 +26,12 @@ from mergekit_ram.parameters import parameter_specs
 
 REFERENCE_URL = "https://arxiv.org/abs/2601.13572"
 
-# Parameters that our own tasks add: what to do instead of merging, and what was measured.
+# Parameters that our own tasks add: to count instead of merging, what was measured, and whom to
+# tell the counts of a merge (a function of the group and its counts).
 MEASURE = "mergekit_ram.measure"
 OVERLAP = "mergekit_ram.overlap"
+RECORD = "mergekit_ram.record"
+Record = Callable[[TensorGroup, OverlapCounts], None]
 
 
 class RamMethod(WholeCallMethod):
@@ -76,14 +79,18 @@ class RamMethod(WholeCallMethod):
             overlap = self._count_all(calls)
         results = []
         for group, values, dtype in calls:
+            record: Record | None = values.get(RECORD)
             factors: Mapping[Hashable, float] = {}
             if self._rescales(group, values):
                 if self.tensor_local:
                     counts = self.count_group(group, values, dtype)
+                    if record is not None:
+                        record(group, counts)
+                        record = None
                 else:
                     counts = overlap or self._measured(group, values)
                 factors = rescale_factors(counts, values["r"], values["alpha"])
-            results.append(self.merge_group(group, values, factors, dtype, out_dtype))
+            results.append(self.merge_group(group, values, factors, dtype, out_dtype, record))
         return tuple(results)
 
     def _count_all(
@@ -130,7 +137,7 @@ class RamMethod(WholeCallMethod):
         """
         base, agents = _base(group), _participants(group, values)
         if not agents:
-            return replace(OverlapCounts.zero(()), elements=base.tensor.numel())
+            return _no_counts(base)
         with self._naming(group):
             counts, bad = kernels.count(
                 base.tensor,
@@ -149,28 +156,37 @@ class RamMethod(WholeCallMethod):
         factors: Mapping[Hashable, float],
         dtype: torch.dtype | None,
         out_dtype: torch.dtype | None,
+        record: Record | None = None,
     ) -> torch.Tensor:
         """Merge one group with the given rescale factors (1 for agents without one).
+
+        With ``record`` the overlap is counted in the same pass, and handed to it.
 
         Raises:
             NonFiniteError: a changed value is NaN or infinite, or a result overflows.
         """
         base, agents = _base(group), _participants(group, values)
         if not agents:
-            unchanged, overflow = kernels.convert(base.tensor, dtype, out_dtype)
-            self._raise_bad(group, (), BadValues(0, (), overflow), dtype, out_dtype)
-            return unchanged
-        with self._naming(group):
-            merged, bad = kernels.merge(
-                base.tensor,
-                [a.tensor for a in agents],
-                epsilon=[values["epsilon"][a.id] for a in agents],
-                weight=[values["weight"][a.id] for a in agents],
-                rescale=[factors.get(a.id, 1.0) for a in agents],
-                dtype=dtype,
-                out_dtype=out_dtype,
-            )
+            merged, overflow = kernels.convert(base.tensor, dtype, out_dtype)
+            counts, bad = _no_counts(base), BadValues(0, (), overflow)
+        else:
+            inputs = base.tensor, [a.tensor for a in agents]
+            settings: dict[str, Any] = {
+                "epsilon": [values["epsilon"][a.id] for a in agents],
+                "weight": [values["weight"][a.id] for a in agents],
+                "rescale": [factors.get(a.id, 1.0) for a in agents],
+                "dtype": dtype,
+                "out_dtype": out_dtype,
+            }
+            with self._naming(group):
+                if record is None:
+                    merged, bad = kernels.merge(*inputs, **settings)
+                else:
+                    names = [a.id for a in agents]
+                    merged, counts, bad = kernels.merge_and_count(*inputs, **settings, names=names)
         self._raise_bad(group, agents, bad, dtype, out_dtype)
+        if record is not None:
+            record(group, counts)
         return merged
 
     @contextlib.contextmanager
@@ -232,6 +248,11 @@ def _base(group: TensorGroup) -> TensorEntry:
     return base
 
 
+def _no_counts(base: TensorEntry) -> OverlapCounts:
+    """Counts of a tensor that no agent takes part in."""
+    return replace(OverlapCounts.zero(()), elements=base.tensor.numel())
+
+
 def _same_content(one: TensorGroup, other: TensorGroup) -> bool:
     """Whether two groups hold the same values, bit for bit."""
     return all(
@@ -257,6 +278,7 @@ RAMPLUS_TL = RamMethod(
     "ramplus_tl", "Reinforced Agent Merging Plus (Tensor-Local)", r=0.1, tensor_local=True
 )
 METHODS = (RAM, RAM_PLUS, RAMPLUS_TL)
+BY_NAME = {method.spec.name: method for method in METHODS}
 
 
 def install(registry: ModuleType) -> None:

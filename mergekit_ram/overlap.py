@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -124,6 +125,38 @@ class OverlapCounts:
             below_epsilon=wide.below_epsilon,
             sign_conflicts=self.sign_conflicts,
         )
+
+
+@dataclass(frozen=True)
+class ModelOverlap:
+    """How the agents' changes overlap in every tensor of a merge.
+
+    Attributes:
+        agents: identifiers of all agents of the merge, in the order of the config. A tensor's
+            counts may know fewer of them, where a weight of 0 leaves an agent out.
+        tensors: counts by the name of the output tensor.
+        copies: tensors that hold the same values as another one in all models, as a stored tied
+            head does, with the name of that other; they count once in ``total``.
+    """
+
+    agents: tuple[Hashable, ...]
+    tensors: Mapping[str, OverlapCounts]
+    copies: Mapping[str, str] = field(default_factory=dict)
+
+    @functools.cached_property
+    def total(self) -> OverlapCounts:
+        """Counts over the whole model."""
+        return self.grouped(lambda name: "").get("", OverlapCounts.zero(self.agents))
+
+    def grouped(self, key: Callable[[str], Hashable]) -> dict[Hashable, OverlapCounts]:
+        """Counts over the tensors of each ``key(name)``, without copies; None is left out."""
+        groups: dict[Hashable, OverlapCounts] = {}
+        for name, counts in self.tensors.items():
+            group = key(name)
+            if name not in self.copies and group is not None:
+                before = groups.get(group) or OverlapCounts.zero(self.agents)
+                groups[group] = before + counts
+        return groups
 
 
 def overlap_unique_ratio(shared: int, unique: int) -> float | None:

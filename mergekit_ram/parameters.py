@@ -8,10 +8,13 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin
 
 import torch
+from mergekit.common import ModelReference
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from pydantic import BaseModel
 
 from mergekit_ram.errors import ParameterError, warn_once
 
@@ -111,7 +114,13 @@ def check_config(method: str, config: Any) -> None:
         ParameterError: at the first value that is not accepted.
     """
     unknown: dict[str, list[str]] = {}
+    base = config.base_model
     for place, settings in _sections(config):
+        if base is not None and place.endswith(f" ({base}).parameters"):
+            warn_once(
+                f"{place}: the base model has no parameters of its own in '{method}'; these have "
+                "no effect. Set them for the agents, or for all in `parameters:` at the top level."
+            )
         for key, setting in settings.items():
             if key in _RULES:
                 try:
@@ -127,6 +136,65 @@ def check_config(method: str, config: Any) -> None:
             f"'{key}' in {', '.join(places)}: the merge method '{method}' has no such parameter; "
             f"it is ignored.{hint} Parameters: {', '.join(NAMES)}."
         )
+
+
+def check_keys(schema: type[BaseModel], raw: Any) -> None:
+    """Warn of keys in a config, as it was written, that MergeKit drops without a word.
+
+    Args:
+        schema: MergeKit's model of the config.
+        raw: the config's mappings and lists.
+    """
+    for place, key, known in _unknown_keys(schema, raw, ""):
+        inside = f" in {place}" if place else ""
+        if key in NAMES and "parameters" in known:
+            warn_once(
+                f"'{key}'{inside} has no effect there: parameters of a merge method stand under "
+                "`parameters:`."
+            )
+            continue
+        close = difflib.get_close_matches(str(key), [*known, *NAMES], n=1, cutoff=0.5)
+        hint = f" Did you mean '{close[0]}'?" if close else ""
+        if close and close[0] in NAMES:
+            hint = f" Did you mean '{close[0]}', under `parameters:`?"
+        warn_once(
+            f"'{key}'{inside}: MergeKit knows no such key there; it is ignored.{hint} "
+            f"Keys: {', '.join(known)}."
+        )
+
+
+def _unknown_keys(
+    schema: type[BaseModel], raw: Any, place: str
+) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield keys that the schema lacks, each with its place and the keys known there."""
+    if not isinstance(raw, Mapping):
+        return
+    known = list(schema.model_fields)
+    for key, value in raw.items():
+        # Keys like "x-common" hold YAML anchors.
+        if key not in schema.model_fields and not str(key).startswith(("x-", ".")):
+            yield place, str(key), known
+        elif key in known and key != "parameters":
+            inner = f"{place}.{key}" if place else str(key)
+            for part in _parts(schema.model_fields[key].annotation, value, inner):
+                yield from _unknown_keys(*part)
+
+
+def _parts(annotation: Any, value: Any, place: str) -> Iterator[tuple[type[BaseModel], Any, str]]:
+    """Yield the sections in a value, by its annotation; models can be written in several ways."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        if annotation is not ModelReference:
+            yield annotation, value, place
+    elif get_origin(annotation) is list and isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _parts(get_args(annotation)[0], item, f"{place}[{index}]")
+    elif get_origin(annotation) is dict and isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _parts(get_args(annotation)[1], item, f"{place}.{name}")
+    elif get_origin(annotation) in (Union, UnionType):
+        choices = [choice for choice in get_args(annotation) if choice is not NoneType]
+        if len(choices) == 1:
+            yield from _parts(choices[0], value, place)
 
 
 def _sections(config: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

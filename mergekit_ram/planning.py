@@ -1,75 +1,223 @@
-"""What MergeKit's planners are extended by: checks before, and the whole-model pass of RAM+."""
+"""What the plugin does around a merge: checks before it, RAM+'s measurement, a record after it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Task
+from mergekit.io.tasks import FinalizeModel, SaveTensor
+from mergekit.io.tensor_writer import TensorWriter
 from mergekit.merge_methods.base import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from pydantic import BaseModel
 
-from mergekit_ram._mergekit.planning import wrap_flat_planner, wrap_planner
+from mergekit_ram import preflight, record
+from mergekit_ram._mergekit.merging import wrap_run_merge
+from mergekit_ram._mergekit.planning import with_extra, wrap_flat_planner, wrap_planner
 from mergekit_ram.errors import forget_warnings
-from mergekit_ram.methods import METHODS, RamMethod
-from mergekit_ram.parameters import check_config
-from mergekit_ram.tasks import MeasureOverlap, RescaledMergeTask
-
-_BY_NAME = {method.spec.name: method for method in METHODS}
+from mergekit_ram.methods import BY_NAME, RECORD
+from mergekit_ram.overlap import ModelOverlap
+from mergekit_ram.parameters import check_keys
+from mergekit_ram.report import OverlapReport
+from mergekit_ram.tasks import (
+    Devices,
+    MeasureOverlap,
+    OverlapLedger,
+    RescaledMergeTask,
+    report_on,
+)
 
 
 def install(planning: ModuleType) -> None:
     """Extend ``mergekit.plan``."""
-    wrap_planner(planning, check, with_measured_overlap, _is_ours)
+    wrap_planner(planning, _EXTENSION)
 
 
 def install_flat(script: ModuleType) -> None:
     """Extend ``mergekit.scripts.merge_raw_pytorch``."""
-    wrap_flat_planner(script, check, with_measured_overlap)
+    wrap_flat_planner(script, _EXTENSION)
 
 
-def check(config: Any, method: MergeMethod) -> None:
-    """Check a config for one of our methods before it is planned.
+def install_merging(merging: ModuleType) -> None:
+    """Extend ``mergekit.merge``."""
+    wrap_run_merge(merging, _before_merge, _known, _card_section)
 
-    Raises:
-        ParameterError: a parameter has a value that the method does not take.
+
+class _ByConfig:
+    """What is known of the merge of a config, until it is asked for.
+
+    Configs are told apart as objects: they can be equal, and cannot be hashed. One at a time is
+    kept, since nobody asks where a merge ends early.
     """
-    if isinstance(method, RamMethod):
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, Any] | None = None
+
+    def put(self, config: Any, value: Any = True) -> None:
+        self._kept = (config, value)
+
+    def pop(self, config: Any) -> Any:
+        kept, self._kept = self._kept, None
+        return kept[1] if kept is not None and kept[0] is config else None
+
+
+_checked = _ByConfig()
+_reports = _ByConfig()
+
+
+def _card_section(config: Any) -> str | None:
+    report: OverlapReport | None = _reports.pop(config)
+    return record.card_section(report) if report is not None else None
+
+
+class FinalizeWithRecord(FinalizeModel):
+    """Finishes a merge's folder, and writes what was merged beside the weights.
+
+    Attributes:
+        config: of the merge.
+        merges: its merge tasks.
+        measured: the measurement that the merge waited for, if it did.
+        ledger: where the merge itself entered its counts, if it did.
+    """
+
+    config: Any
+    merges: tuple[Any, ...]
+    measured: MeasureOverlap | None = None
+    ledger: Any = None
+
+    # By identity: the config is not hashable, and the merge tasks are many.
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    def arguments(self) -> dict[str, Task]:
+        """Return what must come before: all tensors, and the measurement."""
+        measured = {"measured": self.measured} if self.measured is not None else {}
+        return {**super().arguments(), **measured}
+
+    def execute(
+        self, writer: TensorWriter, measured: ModelOverlap | None = None, **inputs: Any
+    ) -> None:
+        """Finish the folder and write the record."""
+        super().execute(writer=writer, **inputs)
+        report = report_on(self.merges, measured or self.ledger.close())
+        if measured is None:
+            record.announce(report)
+        record.write(report, Path(writer.out_path))
+        _reports.put(self.config, report)
+
+
+class _Extension:
+    """See ``_mergekit.planning.Extension``."""
+
+    def ours(self, method: str) -> bool:
+        return method in BY_NAME
+
+    def parsed(self, schema: type[BaseModel], raw: Any) -> None:
+        """Warn of keys that MergeKit drops."""
         forget_warnings()
-        check_config(method.spec.name, config)
+        check_keys(schema, raw)
+
+    def before(self, config: Any, method: MergeMethod, options: Any) -> None:
+        """Check a config before it is planned, unless that was done when its merge began.
+
+        Raises:
+            RamError: it cannot be merged.
+        """
+        if not _checked.pop(config):
+            preflight.check_request(config, options)
+            if not isinstance(config, MergeConfiguration):  # mergekit-pytorch's
+                preflight.check_models(config, options)
+
+    def merges(
+        self, config: Any, tasks: list[ExecuteMergeMethodTask], options: Any
+    ) -> Sequence[ExecuteMergeMethodTask]:
+        """Let merge tasks that need the whole model's overlap wait for its measurement.
+
+        Plans in which no rescale factor can differ from 1 stay as they are: one pass.
+
+        Raises:
+            RamError: by the models' headers the tensors cannot be merged.
+        """
+        preflight.check_plan(config, tasks)
+        if not tasks or not _needs_measurement(tasks):
+            return tasks
+        overlap = MeasureOverlap.model_construct(
+            merges=tuple(tasks), quiet=options.quiet, **devices_of(options)
+        )
+        return [RescaledMergeTask.of(task, overlap) for task in tasks]
+
+    def output(
+        self,
+        config: Any,
+        saves: Sequence[SaveTensor],
+        finalize: FinalizeModel,
+        options: Any,
+    ) -> Sequence[Task]:
+        """Let a merge leave a record: of what was measured, or else of what it counts itself.
+
+        Raises:
+            RamError: the output folder cannot take the merge.
+        """
+        merges = tuple(save.tensor_task for save in saves)
+        out_path = finalize.writer_task.out_path
+        if out_path:  # none where only the plan is wanted
+            preflight.check_output(config, merges, out_path, options)
+        extra: dict[str, Any] = {}
+        if merges and isinstance(merges[0], RescaledMergeTask):
+            extra["measured"] = merges[0].overlap
+        else:
+            extra["ledger"] = ledger = OverlapLedger(merges, devices_of(options))
+            saves = [
+                save.model_copy(
+                    update={"tensor_task": with_extra(save.tensor_task, {RECORD: ledger.record})}
+                )
+                for save in saves
+            ]
+        finished = FinalizeWithRecord.model_construct(
+            tensor_save_tasks=tuple(saves),
+            writer_task=finalize.writer_task,
+            config=config,
+            merges=merges,
+            **extra,
+        )
+        return [*saves, finished]
 
 
-def with_measured_overlap(
-    tasks: list[ExecuteMergeMethodTask], options: Any
-) -> Sequence[ExecuteMergeMethodTask]:
-    """Let merge tasks that need the whole model's overlap wait for its measurement.
-
-    Plans in which no rescale factor can differ from 1 stay as they are: one pass.
-
-    Args:
-        tasks: all merge tasks of a run.
-        options: MergeKit's ``MergeOptions``.
-    """
-    if not tasks or not _is_ours(tasks[0]):
-        return tasks
-    if _BY_NAME[tasks[0].method_name].tensor_local or not any(_rescales(t) for t in tasks):
-        return tasks
-    overlap = MeasureOverlap.model_construct(
-        merges=tuple(tasks),
-        math_device=options.device,
-        storage_device=options.device if options.low_cpu_memory else "cpu",
-        quiet=options.quiet,
-    )
-    return [RescaledMergeTask.of(task, overlap) for task in tasks]
+_EXTENSION = _Extension()
 
 
-def _is_ours(task: ExecuteMergeMethodTask) -> bool:
-    return task.method_name in _BY_NAME
+def devices_of(options: Any) -> Devices:
+    """Where MergeKit's executor computes and keeps tensors, by its ``MergeOptions``."""
+    storage = options.device if options.low_cpu_memory else "cpu"
+    return Devices(math_device=options.device, storage_device=storage)
 
 
-def _rescales(task: ExecuteMergeMethodTask) -> bool:
-    return any(
+def _before_merge(config: Any, options: Any) -> None:
+    """Check a config and its models before MergeKit opens one."""
+    if config.merge_method in BY_NAME:
+        _checked.put(config)
+        preflight.check_request(config, options)
+        preflight.check_models(config, options)
+
+
+def _known(config: Any, architecture: Any) -> None:
+    """Check what takes the architecture."""
+    if config.merge_method in BY_NAME:
+        preflight.check_modules(config, architecture)
+
+
+def _needs_measurement(tasks: Sequence[ExecuteMergeMethodTask]) -> bool:
+    """Whether rho is counted over the whole model and some rescale factor can differ from 1."""
+    return not BY_NAME[tasks[0].method_name].tensor_local and any(
         values["weight"] != 0 and values["r"] > 0 and values["alpha"] > 0
+        for task in tasks
         for model, values in task.input_parameters.items()
         if model != task.base_model
     )

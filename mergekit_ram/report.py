@@ -1,50 +1,227 @@
-"""The overlap of agents as a table for people."""
+"""What a merge does to its agents' changes, as data: for tables, figures, files and model cards."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import functools
+import json
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Any
 
-from mergekit_ram.overlap import OverlapCounts, overlap_unique_ratio
+from mergekit_ram.kinds import KINDS, kind_of, layer_of
+from mergekit_ram.overlap import (
+    ModelOverlap,
+    OverlapCounts,
+    overlap_unique_ratio,
+    rescale_factor,
+)
 
-COLUMNS = ("density", "unique", "shared", "rho", "lambda", "agent")
+FORMAT, FORMAT_VERSION = "mergekit-ram overlap", 1
+PAPER = "arXiv:2601.13572"
+
+Range = tuple[float, float]
 
 
-def overlap_table(counts: OverlapCounts, factors: Mapping[Hashable, tuple[float, float]]) -> str:
-    """Return a plain text table, one line per agent.
+@dataclass(frozen=True)
+class OverlapReport:
+    """Counts of a merge together with what the merge makes of them.
 
-    Args:
-        counts: over the whole model.
-        factors: smallest and largest rescale factor per agent; they differ where r or alpha
-            are set per tensor.
-
-    Returns:
-        Columns: density, the share of all elements that the agent changed; unique and shared,
-        the shares of those that it alone and that others changed too; rho, the overlap-unique
-        ratio; lambda, the rescale factor. The agents' names come last, since they may be long.
+    Attributes:
+        method: name of the merge method.
+        tensor_local: whether the method counts rho in each tensor.
+        base_models: as the config names them; more than one only where slices name their own.
+        overlap: the counts.
+        settings: per tensor and agent, the values of ``epsilon``, ``weight``, ``r``, ``alpha``.
     """
-    rows: list[tuple[str, ...]] = [COLUMNS]
-    for i, agent in enumerate(counts.agents):
-        changed, unique, shared = (
-            int(c[i]) for c in (counts.changed, counts.unique, counts.shared)
-        )
-        rho = overlap_unique_ratio(shared, unique)
-        low, high = factors.get(agent, (1.0, 1.0))
-        rows.append(
-            (
-                _percent(changed, counts.elements),
-                _percent(unique, changed),
-                _percent(shared, changed),
-                f"{rho:.3f}" if rho is not None else "-",
-                f"{low:.4f}" if low == high else f"{low:.4f}-{high:.4f}",
-                str(agent),
-            )
-        )
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([cell.rjust(w) for cell, w in zip(row, widths, strict=False)] + [row[-1]])
-        for row in rows
-    )
+
+    method: str
+    tensor_local: bool
+    base_models: tuple[str, ...]
+    overlap: ModelOverlap
+    settings: Mapping[str, Mapping[Hashable, Mapping[str, float]]]
+
+    @property
+    def total(self) -> OverlapCounts:
+        """Counts over the whole model."""
+        return self.overlap.total
+
+    @property
+    def agents(self) -> tuple[str, ...]:
+        """Names of the agents, in the order of the config."""
+        return tuple(str(agent) for agent in self.overlap.agents)
+
+    def takes_part(self, i: int) -> bool:
+        """Whether agent ``i`` takes part in any tensor; a weight of 0 leaves it out."""
+        agent = self.overlap.agents[i]
+        return any(agent in counts.agents for counts in self.overlap.tensors.values())
+
+    def setting(self, name: str, agent: Hashable) -> Range:
+        """Smallest and largest value of a parameter over the merged tensors."""
+        values = {
+            of_tensor[agent][name]
+            for tensor, of_tensor in self.settings.items()
+            if tensor in self.overlap.tensors and agent in of_tensor
+        }
+        return (min(values), max(values)) if values else (math.nan, math.nan)
+
+    @functools.cached_property
+    def rescale_factors(self) -> dict[Hashable, Range]:
+        """Smallest and largest factor lambda of each agent over the merged tensors."""
+        found: dict[Hashable, set[float]] = {agent: set() for agent in self.overlap.agents}
+        whole = _shared_and_unique(self.total)
+        for tensor, counts in self.overlap.tensors.items():
+            here = _shared_and_unique(counts) if self.tensor_local else whole
+            for agent in counts.agents:
+                values = self.settings[tensor][agent]
+                shared, unique = here.get(agent, (0, 0))
+                found[agent].add(rescale_factor(shared, unique, values["r"], values["alpha"]))
+        return {a: (min(f), max(f)) if f else (1.0, 1.0) for a, f in found.items()}
+
+    def by_kind(self) -> dict[str, OverlapCounts]:
+        """Counts per kind of weight, those that occur, in the order of ``KINDS``."""
+        groups = self.overlap.grouped(kind_of)
+        return {kind: groups[kind] for kind in KINDS if kind in groups}
+
+    def by_layer(self) -> dict[str, OverlapCounts]:
+        """Counts per layer, in the order of their names; weights outside of layers have none."""
+        return {str(k): v for k, v in self.overlap.grouped(layer_of).items()}
+
+    def by_layer_and_kind(self) -> dict[tuple[str, str], OverlapCounts]:
+        """Counts per layer and kind of weight; layer "" for weights outside of layers."""
+        groups = self.overlap.grouped(lambda name: (layer_of(name) or "", kind_of(name)))
+        return {key: counts for key, counts in groups.items() if isinstance(key, tuple)}
+
+    def to_json(self) -> str:
+        """Return everything as JSON, the same text for the same merge; README, "The record"."""
+        base = self.base_models
+        document: dict[str, Any] = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "plugin": f"mergekit-ram {version('mergekit-ram')}",
+            "paper": PAPER,
+            "method": self.method,
+            "base_model": base[0] if len(base) == 1 else list(base),
+            "elements": _elements(self.total),
+            "agents": [
+                {"model": str(agent)}
+                | counts
+                | {"rho": _rho(self.total, i)}
+                | _from_range("rescale_factor", self.rescale_factors[agent])
+                | {
+                    "parameters": {
+                        name: _one_or_both(self.setting(name, agent))
+                        for name in ("epsilon", "weight", "r", "alpha")
+                    }
+                }
+                for i, (agent, counts) in enumerate(
+                    zip(self.overlap.agents, _agents(self.total), strict=True)
+                )
+            ],
+            "pairs": self.total.pairs.tolist(),
+            "groups": {
+                "kind": {k: _group(c) for k, c in self.by_kind().items()},
+                "layer": {k: _group(c) for k, c in self.by_layer().items()},
+            },
+            "tensors": {
+                name: {
+                    "kind": kind_of(name),
+                    "layer": layer_of(name),
+                    "copy_of": self.overlap.copies.get(name),
+                }
+                | _group(_spread(counts, self.overlap.agents))
+                for name, counts in self.overlap.tensors.items()
+            },
+        }
+        return _dump(document) + "\n"
 
 
-def _percent(part: int, whole: int) -> str:
-    return f"{100 * part / whole:.1f} %" if whole else "-"
+def percent(share: float) -> str:
+    """A share, 0 to 1, for people."""
+    return f"{100 * share:.1f} %"
+
+
+def _spread(counts: OverlapCounts, agents: Sequence[Hashable]) -> OverlapCounts:
+    """Counts with a row for every agent of the merge."""
+    return OverlapCounts.zero(agents) + counts
+
+
+def _shared_and_unique(counts: OverlapCounts) -> dict[Hashable, tuple[int, int]]:
+    return {
+        agent: (int(shared), int(unique))
+        for agent, shared, unique in zip(counts.agents, counts.shared, counts.unique, strict=True)
+    }
+
+
+def _rho(counts: OverlapCounts, i: int) -> float | None:
+    return overlap_unique_ratio(int(counts.shared[i]), int(counts.unique[i]))
+
+
+def _elements(counts: OverlapCounts) -> dict[str, int]:
+    return {
+        "total": counts.elements,
+        "unchanged": counts.unchanged_elements,
+        "unique": counts.unique_elements,
+        "shared": counts.shared_elements,
+        "sign_conflicts": counts.sign_conflicts,
+    }
+
+
+def _agents(counts: OverlapCounts) -> list[dict[str, Any]]:
+    return [
+        {
+            "changed": int(counts.changed[i]),
+            "density": counts.density[i],
+            "unique": int(counts.unique[i]),
+            "shared": int(counts.shared[i]),
+            "overlap": counts.overlap[i].tolist(),
+            "below_epsilon": int(counts.below_epsilon[i]),
+        }
+        for i in range(len(counts.agents))
+    ]
+
+
+def _group(counts: OverlapCounts) -> dict[str, Any]:
+    return {
+        "elements": _elements(counts),
+        "agents": _agents(counts),
+        "pairs": counts.pairs.tolist(),
+    }
+
+
+def _number(value: float) -> float | str | None:
+    """A number as JSON has it: infinity, which alpha may be, becomes a string."""
+    if math.isnan(value):
+        return None
+    return value if math.isfinite(value) else str(value)
+
+
+def _one_or_both(values: Range) -> Any:
+    low, high = values
+    return _number(low) if low == high or math.isnan(low) else [_number(low), _number(high)]
+
+
+def _from_range(name: str, values: Range) -> dict[str, Any]:
+    """One number where all tensors agree; else null, and the range."""
+    low, high = values
+    return {
+        name: _number(low) if low == high else None,
+        f"{name}_range": [_number(low), _number(high)],
+    }
+
+
+def _dump(value: Any, depth: int = 0) -> str:
+    """JSON with one agent, group or tensor per line: readable, and fit for comparing."""
+    if isinstance(value, dict) and value and depth < 3:
+        pad = " " * (depth + 1)
+        inner = (
+            f"{pad}{json.dumps(key, ensure_ascii=False)}: {_dump(item, depth + 1)}"
+            for key, item in value.items()
+        )
+        if depth < 1 or all(isinstance(item, dict) for item in value.values()):
+            return "{\n" + ",\n".join(inner) + "\n" + " " * depth + "}"
+    if isinstance(value, list) and value and isinstance(value[0], dict) and depth == 1:
+        inner = ("  " + json.dumps(item, ensure_ascii=False, allow_nan=False) for item in value)
+        return "[\n" + ",\n".join(inner) + "\n ]"
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)

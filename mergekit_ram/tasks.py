@@ -1,23 +1,31 @@
-"""RAM+ over the whole model inside MergeKit's lazy graph: measure first, then merge."""
+"""Counting the overlap inside MergeKit's lazy graph: before the merge for RAM+, or beside it."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Hashable, Mapping, Sequence
+import threading
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from mergekit.graph import Task
+from mergekit.merge_methods.base import TensorGroup
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDictWrapper
 
 from mergekit_ram._mergekit.planning import fields_of, run_tasks, with_extra
 from mergekit_ram.kernels import bits_digest, bits_sample
-from mergekit_ram.methods import MEASURE, OVERLAP
-from mergekit_ram.overlap import OverlapCounts, rescale_factors
-from mergekit_ram.report import overlap_table
+from mergekit_ram.kinds import natural_order
+from mergekit_ram.methods import BY_NAME, MEASURE, OVERLAP
+from mergekit_ram.overlap import ModelOverlap, OverlapCounts
+from mergekit_ram.record import announce
+from mergekit_ram.report import OverlapReport
 
-LOG = logging.getLogger(__name__)
+
+class Devices(TypedDict):
+    """Where MergeKit's executor computes and keeps tensors."""
+
+    math_device: str
+    storage_device: str
 
 
 @dataclass(frozen=True)
@@ -59,7 +67,107 @@ class CountOverlap(Task[Counted | None]):
         return Counted(counts, tuple((m, bits_sample(t)) for m, t in tensors.items()))
 
 
-class MeasureOverlap(Task[OverlapCounts]):
+class OverlapLedger:
+    """Collects the counts of a merge's tensors, from any thread, and closes to a ``ModelOverlap``.
+
+    Args:
+        merges: the merge tasks of the run.
+        devices: where copies are to be compared.
+    """
+
+    def __init__(self, merges: Sequence[ExecuteMergeMethodTask], devices: Devices) -> None:
+        # Some architectures list a weight in two modules; it is one tensor of the output.
+        self.merges = {task.output_weight.name: task for task in merges}
+        self._devices = devices
+        self._counted: dict[str, Counted] = {}
+        self._lock = threading.Lock()
+
+    def add(self, name: str, counted: Counted) -> None:
+        """Enter the counts of the output tensor ``name``."""
+        with self._lock:
+            self._counted[name] = counted
+
+    def record(self, group: TensorGroup, counts: OverlapCounts) -> None:
+        """Enter the counts that a merge made of one of its groups; see ``methods.RECORD``."""
+        sample = tuple((entry.id, bits_sample(entry.tensor)) for entry in group.entries)
+        self.add(group.metadata.name, Counted(counts, sample))
+
+    def close(self) -> ModelOverlap:
+        """Return all counts, with copies told apart from weights of their own."""
+        agents = dict.fromkeys(
+            model
+            for task in self.merges.values()
+            for model in task.model_order
+            if model != task.base_model
+        )
+        counted = {name: self._counted[name] for name in sorted(self._counted, key=natural_order)}
+        groups = _tied_groups(list(self.merges.values()))
+        kept: dict[Hashable, str] = {}
+        copies = {}
+        for name, found in counted.items():
+            if name not in groups or not found.counts.changed.any():
+                continue
+            key = (groups[name], found.counts.key(), found.sample)
+            other = kept.setdefault(key, name)
+            if other != name and self._same_inputs(name, other):
+                copies[name] = other
+        return ModelOverlap(
+            tuple(agents), {name: found.counts for name, found in counted.items()}, copies
+        )
+
+    def _same_inputs(self, one: str, other: str) -> bool:
+        """Whether two merge tasks merge the same values, bit for bit, read again to tell.
+
+        Files may or may not store a copy of a tied head, and a head may differ although the
+        configuration ties it: only the content decides.
+        """
+        return self._digests(one) == self._digests(other)
+
+    def _digests(self, name: str) -> dict[Hashable, Any]:
+        inputs = [self.merges[name].gather_tensors]
+        ((_, tensors),) = run_tasks(inputs, **self._devices, quiet=True, desc="")
+        return {
+            model: (tensor.dtype, tensor.shape, bits_digest(tensor))
+            for model, tensor in tensors.items()
+        }
+
+
+def measure(
+    merges: Sequence[ExecuteMergeMethodTask], devices: Devices, *, quiet: bool = False
+) -> ModelOverlap:
+    """Stream all inputs of a merge once and count how the agents overlap.
+
+    Raises:
+        NonFiniteError: a changed value of some tensor is NaN or infinite.
+    """
+    ledger = OverlapLedger(merges, devices)
+    counting = [CountOverlap(merge=task) for task in ledger.merges.values()]
+    for task, counted in run_tasks(counting, **devices, quiet=quiet, desc="Measuring overlap"):
+        if counted is not None:
+            ledger.add(task.merge.output_weight.name, counted)
+    return ledger.close()
+
+
+def report_on(merges: Sequence[ExecuteMergeMethodTask], overlap: ModelOverlap) -> OverlapReport:
+    """Put the counts together with the settings of the merge tasks that they are of."""
+    method = BY_NAME[merges[0].method_name]
+    return OverlapReport(
+        method=method.spec.name,
+        tensor_local=method.tensor_local,
+        base_models=tuple(dict.fromkeys(str(task.base_model) for task in merges)),
+        overlap=overlap,
+        settings={
+            task.output_weight.name: {
+                model: values
+                for model, values in task.input_parameters.items()
+                if model != task.base_model
+            }
+            for task in merges
+        },
+    )
+
+
+class MeasureOverlap(Task[ModelOverlap]):
     """Streams the whole model once and returns how the agents overlap in it.
 
     The pass is an out-of-core run of MergeKit's executor of its own: it holds one tensor's inputs
@@ -98,61 +206,12 @@ class MeasureOverlap(Task[OverlapCounts]):
         """Run before the parallel part of a multi-GPU run, not in it."""
         return True
 
-    def execute(self) -> OverlapCounts:
-        """Run the pass.
-
-        Raises:
-            NonFiniteError: a changed value of some tensor is NaN or infinite.
-        """
-        order = dict.fromkeys(
-            model for task in self.merges for model in task.model_order if model != task.base_model
-        )
-        total = OverlapCounts.zero(list(order))
-        # Some architectures list a weight in two modules; it is one tensor of the output.
-        outputs = {task.output_weight.name: task for task in self.merges}
-        groups = _tied_groups(list(outputs.values()))
-        kept: dict[Hashable, ExecuteMergeMethodTask] = {}
-        devices = {"math_device": self.math_device, "storage_device": self.storage_device}
-        results = run_tasks(
-            [CountOverlap(merge=task) for task in outputs.values()],
-            **devices,
-            quiet=self.quiet,
-            desc="Measuring overlap",
-        )
-        for task, counted in results:
-            if counted is None:
-                continue
-            group = groups.get(task.merge.output_weight.name)
-            if group is not None and counted.counts.changed.any():
-                key = (group, counted.counts.key(), counted.sample)
-                other = kept.setdefault(key, task.merge)
-                if other is not task.merge and _same_inputs(task.merge, other, devices):
-                    continue
-            total += counted.counts
-        LOG.info(
-            "Overlap of the agents over the whole model (%s elements, %s shared with conflicting "
-            "signs):\n%s",
-            f"{total.elements:,}",
-            f"{total.sign_conflicts:,}",
-            overlap_table(total, _factors(self.merges, total)),
-        )
-        return total
-
-
-def _factors(
-    merges: Sequence[ExecuteMergeMethodTask], counts: OverlapCounts
-) -> dict[Hashable, tuple[float, float]]:
-    """Smallest and largest rescale factor of each agent in the run."""
-    settings: dict[Hashable, set[tuple[float, float]]] = {}
-    for task in merges:
-        for model, values in task.input_parameters.items():
-            if model != task.base_model and values["weight"] != 0:
-                settings.setdefault(model, set()).add((values["r"], values["alpha"]))
-    result: dict[Hashable, tuple[float, float]] = {}
-    for agent, pairs in settings.items():
-        found = [rescale_factors(counts, {agent: r}, {agent: alpha})[agent] for r, alpha in pairs]
-        result[agent] = (min(found), max(found))
-    return result
+    def execute(self) -> ModelOverlap:
+        """Run the pass; see ``measure``."""
+        devices = Devices(math_device=self.math_device, storage_device=self.storage_device)
+        overlap = measure(self.merges, devices, quiet=self.quiet)
+        announce(report_on(self.merges, overlap))
+        return overlap
 
 
 def _tied_groups(merges: Sequence[ExecuteMergeMethodTask]) -> dict[str, str]:
@@ -174,25 +233,6 @@ def _tied_groups(merges: Sequence[ExecuteMergeMethodTask]) -> dict[str, str]:
     return groups
 
 
-def _same_inputs(
-    one: ExecuteMergeMethodTask, other: ExecuteMergeMethodTask, devices: Mapping[str, str]
-) -> bool:
-    """Whether two merge tasks merge the same values, bit for bit, read again to tell.
-
-    Files may or may not store a copy of a tied head, and a head may differ although the
-    configuration ties it: only the content decides.
-    """
-    return _digests(one, devices) == _digests(other, devices)
-
-
-def _digests(task: ExecuteMergeMethodTask, devices: Mapping[str, str]) -> dict[Hashable, Any]:
-    ((_, tensors),) = run_tasks([task.gather_tensors], **devices, quiet=True, desc="")
-    return {
-        model: (tensor.dtype, tensor.shape, bits_digest(tensor))
-        for model, tensor in tensors.items()
-    }
-
-
 class RescaledMergeTask(ExecuteMergeMethodTask):
     """A merge task that waits for the measured overlap and merges with the factors from it."""
 
@@ -202,9 +242,10 @@ class RescaledMergeTask(ExecuteMergeMethodTask):
         """Return the merge task's inputs and the measurement."""
         return {**super().arguments(), "overlap": self.overlap}
 
-    def execute(self, overlap: OverlapCounts, **inputs: Any) -> torch.Tensor | None:
+    def execute(self, overlap: ModelOverlap, **inputs: Any) -> torch.Tensor | None:
         """Merge with the rescale factors that follow from ``overlap``."""
-        merged: torch.Tensor | None = with_extra(self, {OVERLAP: overlap}).execute(**inputs)
+        extra = {OVERLAP: overlap.total}
+        merged: torch.Tensor | None = with_extra(self, extra).execute(**inputs)
         return merged
 
     @classmethod
@@ -212,3 +253,11 @@ class RescaledMergeTask(ExecuteMergeMethodTask):
         """Return what takes the place of ``merge``."""
         task: RescaledMergeTask = cls.model_construct(**fields_of(merge), overlap=overlap)
         return task
+
+
+def merges_of(tasks: Sequence[ExecuteMergeMethodTask]) -> Sequence[ExecuteMergeMethodTask]:
+    """The merge tasks as they were planned, before they had to wait for a measurement."""
+    if tasks and isinstance(tasks[0], RescaledMergeTask):
+        merges: Sequence[ExecuteMergeMethodTask] = tasks[0].overlap.merges
+        return merges
+    return tasks

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import tqdm
 from mergekit.common import ImmutableMap
 from mergekit.graph import Executor, Task, TaskHandle, TaskUniverse
+from mergekit.io.tasks import FinalizeModel, SaveTensor
 from mergekit.merge_methods.base import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.tokenizer import BuildTokenizer
+from pydantic import BaseModel
 
 
 def fields_of(task: ExecuteMergeMethodTask) -> dict[str, Any]:
@@ -33,9 +35,17 @@ def with_extra(task: ExecuteMergeMethodTask, extra: Mapping[str, Any]) -> Execut
 
 
 def run_tasks(
-    tasks: Sequence[Task], *, math_device: str, storage_device: str, quiet: bool, desc: str
+    tasks: Sequence[Task],
+    *,
+    math_device: str,
+    storage_device: str,
+    quiet: bool,
+    desc: str,
+    once: tuple[type[Task], ...] = (),
 ) -> Iterator[tuple[Task, Any]]:
     """Run independent tasks out of core, one after the other, in the order of their labels.
+
+    Dependencies of the types ``once``, and tokenizers, are run once for all of them.
 
     Labels are names of tensors; it is the order in which MergeKit reads files. Each task gets an
     executor of its own. One for all would schedule tasks without labels (those of
@@ -49,8 +59,8 @@ def run_tasks(
     for task in tqdm.tqdm(ordered, disable=quiet, desc=desc):
         handle = universe.get_handle(task)
         for dependency in _ancestors(handle):
-            # The one task that many others wait for and that is dear to run.
-            if isinstance(dependency.task(), BuildTokenizer) and dependency not in shared:
+            # Many others wait for these, and they are dear to run.
+            if isinstance(dependency.task(), (BuildTokenizer, *once)) and dependency not in shared:
                 ((_, value),) = Executor([dependency], **devices).run(quiet=True)
                 shared[dependency] = value
         ((_, result),) = Executor([handle], **devices, cached_values=shared).run(quiet=True)
@@ -65,64 +75,130 @@ def _ancestors(handle: TaskHandle) -> Iterator[TaskHandle]:
 
 NARROW = ("float16", "bfloat16", "torch.float16", "torch.bfloat16")
 
-Plan = Callable[[list[ExecuteMergeMethodTask], Any], Sequence[ExecuteMergeMethodTask]]
+
+class Extension(Protocol):
+    """What the plugin does around MergeKit's planning."""
+
+    def parsed(self, schema: type[BaseModel], raw: Any) -> None:
+        """Look at a config that is about to be parsed by ``schema``."""
+
+    def before(self, config: Any, method: MergeMethod, options: Any) -> None:
+        """Look at a config, as its author wrote it, before it is planned."""
+
+    def merges(
+        self, config: Any, tasks: list[ExecuteMergeMethodTask], options: Any
+    ) -> Sequence[ExecuteMergeMethodTask]:
+        """Return what takes the place of the merge tasks."""
+
+    def output(
+        self,
+        config: Any,
+        saves: Sequence[SaveTensor],
+        finalize: FinalizeModel,
+        options: Any,
+    ) -> Sequence[Task]:
+        """Return what takes the place of the tasks that save the merge and finish its folder."""
+
+    def ours(self, method: str) -> bool:
+        """Whether the plugin has to do with a merge method."""
 
 
-def wrap_planner(
-    planning: ModuleType,
-    before: Callable[[Any, MergeMethod], None],
-    after: Plan,
-    ours: Callable[[ExecuteMergeMethodTask], bool],
-) -> None:
-    """Call ``before(config, method)`` and ``after(merge tasks, options)`` around planning.
+def wrap_planner(planning: ModuleType, extension: Extension) -> None:
+    """Call the extension around ``MergePlanner``.
+
+    ``_plan`` is what planning to disk and in memory have in common: before it the config is as
+    its author wrote it, and after it ``_tensors`` holds the merge tasks. ``plan_to_disk`` adds
+    the tasks that save them, which is where a merge's folder is known.
 
     A narrower ``out_dtype`` is handed to the merge tasks, which have a field for it that the
     planner leaves empty: the task that saves would round to it, and turn what does not fit into
     infinity without a word.
-
-    ``MergePlanner._plan`` is what planning to disk and in memory have in common: before it the
-    config is as its author wrote it, and after it ``_tensors`` holds the merge tasks, of which
-    those that ``after`` returns take the place.
     """
+    _watch_parsing(planning.MergeConfiguration, extension)
     planner = planning.MergePlanner
-    plan = planner._plan
+    plan, plan_to_disk = planner._plan, planner.plan_to_disk
 
     @functools.wraps(plan)
     def _plan(self: Any) -> None:
-        before(self.config, self._method)
+        if not extension.ours(self._method.spec.name):
+            plan(self)
+            return
+        extension.before(self.config, self._method, self.options)
         plan(self)
         weights = [weight for weight, _ in self._tensors]
         tasks = [
             task.model_copy(update={"out_dtype": self.config.out_dtype})
-            if self.config.out_dtype in NARROW and not weight.force_dtype and ours(task)
+            if self.config.out_dtype in NARROW and not weight.force_dtype
             else task
             for weight, task in self._tensors
         ]
-        planned = after(tasks, self.options)
-        self._tensors = list(zip(weights, planned, strict=True))
+        merges = extension.merges(self.config, tasks, self.options)
+        self._tensors = list(zip(weights, merges, strict=True))
+
+    @functools.wraps(plan_to_disk)
+    def _plan_to_disk(self: Any, out_path: str) -> list[Task]:
+        targets: list[Task] = plan_to_disk(self, out_path)
+        if not extension.ours(self._method.spec.name):
+            return targets
+        return _with_output(extension, self.config, targets, self.options)
 
     planner._plan = _plan
+    planner.plan_to_disk = _plan_to_disk
 
 
-def wrap_flat_planner(script: Any, before: Callable[[Any, MergeMethod], None], after: Plan) -> None:
+def wrap_flat_planner(script: Any, extension: Extension) -> None:
     """Do for mergekit-pytorch what ``wrap_planner`` does for the other commands.
 
     The script looks ``plan_flat_merge`` up by name, so that it can be replaced in the module. Its
-    plan is a list of ``SaveTensor`` and a ``FinalizeModel`` that refers to them.
+    plan is a list of ``SaveTensor`` and a ``FinalizeModel`` that refers to them. They are sorted,
+    since they come in the order of a set, which differs from one process to the next.
     """
+    _watch_parsing(script.RawPyTorchMergeConfig, extension)
     plan = script.plan_flat_merge
 
     @functools.wraps(plan)
     def plan_flat_merge(
         config: Any, out_path: str, tensor_union: bool, tensor_intersection: bool, options: Any
     ) -> list[Task]:
-        before(config, script.merge_methods.get(config.merge_method))
+        if not extension.ours(config.merge_method):
+            unchanged: list[Task] = plan(
+                config, out_path, tensor_union, tensor_intersection, options
+            )
+            return unchanged
+        extension.before(config, script.merge_methods.get(config.merge_method), options)
         *saves, finalize = plan(config, out_path, tensor_union, tensor_intersection, options)
-        tasks = after([save.tensor_task for save in saves], options)
+        saves.sort(key=lambda save: save.tensor_name)
+        merges = extension.merges(config, [save.tensor_task for save in saves], options)
         saves = [
-            save.model_copy(update={"tensor_task": task})
-            for save, task in zip(saves, tasks, strict=True)
+            save.model_copy(update={"tensor_task": merge})
+            for save, merge in zip(saves, merges, strict=True)
         ]
-        return [*saves, finalize.model_copy(update={"tensor_save_tasks": tuple(saves)})]
+        finalize = finalize.model_copy(update={"tensor_save_tasks": tuple(saves)})
+        return _with_output(extension, config, [*saves, finalize], options)
 
     script.plan_flat_merge = plan_flat_merge
+
+
+def _watch_parsing(schema: Any, extension: Extension) -> None:
+    """Show the extension a config's keys before its schema drops those that it does not know.
+
+    Every command parses by ``model_validate``, a class method that can be replaced on the class.
+    """
+    parse = schema.model_validate
+
+    @functools.wraps(parse.__func__)
+    def model_validate(cls: Any, obj: Any, *args: Any, **kwargs: Any) -> Any:
+        if cls is schema and isinstance(obj, dict) and extension.ours(obj.get("merge_method", "")):
+            extension.parsed(schema, obj)
+        return parse.__func__(cls, obj, *args, **kwargs)
+
+    schema.model_validate = classmethod(model_validate)
+
+
+def _with_output(
+    extension: Extension, config: Any, targets: Sequence[Task], options: Any
+) -> list[Task]:
+    saves = [task for task in targets if isinstance(task, SaveTensor)]
+    (finalize,) = (task for task in targets if isinstance(task, FinalizeModel))
+    others = [task for task in targets if not isinstance(task, SaveTensor | FinalizeModel)]
+    return [*extension.output(config, saves, finalize, options), *others]
