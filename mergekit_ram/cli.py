@@ -58,7 +58,7 @@ class Request:
                 for e in error.errors()
             )
             raise ConfigError(f"{self.path}: {wrong}") from None
-        except RuntimeError as error:  # MergeKit's validators raise these
+        except Exception as error:  # MergeKit's validators raise all kinds
             raise ConfigError(f"{self.path}: {error}") from None
 
     def plan(self) -> list[Planned]:
@@ -163,16 +163,22 @@ def check(request: Request, out_path: str | None) -> None:
     With OUT_PATH also whether that folder can take the merge. Exit status 1 on errors.
     """
     with collecting() as findings:
-        planned = _checked(request, out_path, findings)
+        try:
+            config = request.config
+        except RamError as error:
+            findings.append(Finding("error", error.message))
+            config = None
+        planned = _checked(request, out_path, findings) if config is not None else None
     console = Console(highlight=False)
     for finding in findings:
         style = "bold red" if finding.level == "error" else "bold yellow"
-        console.print(Text.assemble((f"{finding.level}: ", style), finding.message))
+        # Terminals wrap lines by themselves, and paths stay whole for copying.
+        console.print(Text.assemble((f"{finding.level}: ", style), finding.message), soft_wrap=True)
     levels = [finding.level for finding in findings]
     counts = [f"{levels.count(level)} {level}s" for level in ("error", "warning")]
     counts = [c.removesuffix("s") if c.startswith("1 ") else c for c in counts]
     looked = f"{planned:,} tensors planned" if planned is not None else "no plan"
-    console.print(f"{request.path}: {', '.join(counts)}; {looked}.")
+    console.print(f"{request.path}: {', '.join(counts)}; {looked}.", soft_wrap=True)
     if "error" in levels:
         raise click.exceptions.Exit(1)
 
@@ -209,18 +215,9 @@ def _checked(request: Request, out_path: str | None, findings: list[Finding]) ->
             step()
         except RamError as error:
             findings.append(Finding("error", error.message))
-            if not _parses(request):
-                return None
         except Exception as error:
             findings.append(Finding("error", f"MergeKit cannot plan this merge: {error}"))
     return len(planned)
-
-
-def _parses(request: Request) -> bool:
-    try:
-        return request.config is not None
-    except RamError:
-        return False
 
 
 @main.command(cls=PrettyPrintHelp)
@@ -238,8 +235,10 @@ def verify(request: Request, merged: Path) -> None:
             same += 1
         else:
             differing += 1
-            console.print(Text.assemble(("differs: ", "bold red"), f"'{name}': {difference}"))
+            line = Text.assemble(("differs: ", "bold red"), f"'{name}': {difference}")
+            console.print(line, soft_wrap=True)
     if differing:
-        console.print(f"{merged}: {differing:,} tensors differ, {same:,} are equal bit for bit.")
+        summary = f"{differing:,} tensor{'s differ' if differing != 1 else ' differs'}, {same:,} "
+        console.print(f"{merged}: {summary}equal bit for bit.", soft_wrap=True)
         raise click.exceptions.Exit(1)
-    console.print(f"{merged}: all {same:,} tensors are equal bit for bit.")
+    console.print(f"{merged}: all {same:,} tensors are equal bit for bit.", soft_wrap=True)

@@ -21,12 +21,11 @@ PER_AGENT, PER_PAIR, ALWAYS = 17, 7, 18
 def show(report: OverlapReport, console: Console) -> None:
     """Print everything about the overlap of a merge's agents."""
     total = report.total
-    lines = [("Base", ", ".join(report.base_models), "bold")]
-    lines += [
-        ("" if i else "Agents", f"{i + 1}  {agent}", "bold")
-        for i, agent in enumerate(report.agents)
-    ]
-    console.print(_lines([*lines, ("Method", report.method, "bold")]))
+    names = [("Base", ", ".join(report.base_models))]
+    names += [("" if i else "Agents", f"{i + 1}  {agent}") for i, agent in enumerate(report.agents)]
+    for label, name in (*names, ("Method", report.method)):
+        # Whole, however long: names are for copying.
+        console.print(Text.assemble((f"{label:10}", "bold"), name), soft_wrap=True)
     _print(
         console,
         "Overlap in %: density of all elements; unique and shared of the agent's changes",

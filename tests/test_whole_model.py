@@ -55,8 +55,8 @@ def units(monkeypatch: pytest.MonkeyPatch) -> list[Unit]:
     recorded: list[Unit] = []
     merge_group = RamMethod.merge_group
 
-    def record(self, group, values, factors, dtype, out_dtype):  # type: ignore[no-untyped-def]
-        result = merge_group(self, group, values, factors, dtype, out_dtype)
+    def record(self, group, values, *settled):  # type: ignore[no-untyped-def]
+        result = merge_group(self, group, values, *settled)
         agents = {e.id: e.tensor.clone() for e in group.non_base if values["weight"][e.id] != 0}
         settings = {
             key: {agent: values[key][agent] for agent in agents}

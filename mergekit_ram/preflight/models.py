@@ -17,7 +17,7 @@ from mergekit_ram.errors import fail, warn_once
 from mergekit_ram.headers import Checkpoint, some
 from mergekit_ram.preflight.request import models_of, source_lists
 
-_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 # Quantised checkpoints keep codes with their scales beside them, by names like these.
 _QUANTISED = re.compile(
     r"(^|[._])(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_zero_point"
@@ -79,7 +79,7 @@ def _same_model(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[
     """Agents that are one model under two names; a base under another name is a warning."""
     groups: dict[Path, list[Any]] = defaultdict(list)
     for model, checkpoint in checkpoints.items():
-        if checkpoint.folder is not None:
+        if checkpoint.folder is not None and getattr(model, "lora", None) is None:
             groups[Path(os.path.realpath(checkpoint.folder))].append(model)
     bases = {base for _, base, _ in source_lists(config)}
     for folder, models in groups.items():
@@ -101,7 +101,7 @@ def _layers(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[str]
     sections = [config, *(getattr(config, "modules", None) or {}).values()]
     named = {m.model for s in sections for m in s.models or ()} | {config.base_model}
     for part in ("", "text_config", "vision_config", "audio_config"):
-        for key in _LAYER_KEYS:
+        for key in LAYER_KEYS:
             depths: dict[int, list[str]] = defaultdict(list)
             for model, checkpoint in checkpoints.items():
                 section = checkpoint.config.get(part) if part else checkpoint.config

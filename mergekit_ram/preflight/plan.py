@@ -6,7 +6,7 @@ import os
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,8 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDi
 from mergekit_ram import headers
 from mergekit_ram.errors import fail, warn_once
 from mergekit_ram.headers import Checkpoint, HeaderLoader, TensorHeader, some
-from mergekit_ram.kinds import HEAD, kind_of
-from mergekit_ram.preflight.models import dequantise
+from mergekit_ram.kinds import HEAD, kind_of, layer_of
+from mergekit_ram.preflight.models import LAYER_KEYS, dequantise
 from mergekit_ram.preflight.request import models_of
 
 _NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float64"}
@@ -44,7 +44,7 @@ def check_plan(config: Any, merges: Sequence[ExecuteMergeMethodTask]) -> None:
         ConfigError: a model lacks a tensor or holds it in another shape, or quantised.
     """
     plan = _Plan(config, merges)
-    fail([*plan.missing(), *plan.shapes(), *plan.dtypes()])
+    fail([*plan.missing(), *plan.partial(), *plan.shapes(), *plan.dtypes()])
     plan.warn_of_rounding()
     plan.warn_of_mixed_dtypes()
     plan.warn_of_heads()
@@ -109,7 +109,8 @@ class _Plan:
         ] = []
         for task in merges:
             headers_of = {}
-            for model, names in _reads(task):
+            # The base first, for the messages.
+            for model, names in sorted(_reads(task), key=lambda read: read[0] != task.base_model):
                 checkpoint = self._checkpoint(model, task)
                 if checkpoint.readable:
                     name = next((n for n in names if n in checkpoint.tensors), None)
@@ -154,6 +155,39 @@ class _Plan:
             yield (
                 f"{model} lacks {_tensors(len(names))} that the architecture requires: "
                 f"{some(names)}. Complete its files, or take the model out of the merge."
+            )
+
+    def partial(self) -> Iterator[str]:
+        """Optional tensors that some models have and others lack."""
+        without: dict[tuple[str, ...], list[str]] = defaultdict(list)
+        for task, found in self.found:
+            name = task.output_weight.name
+            lacking = [m for m, header in found.items() if header is None]
+            having = [m for m in found if m not in lacking]
+            if not lacking or not having or isinstance(task.gather_tensors, TensorDictWrapper):
+                continue
+            if not task.output_weight.optional or len(found) < len(task.model_order):
+                continue
+            tied = kind_of(name) == HEAD and _is_tied(self.checkpoints[having[0]].config)
+            if tied or task.base_model in lacking:
+                why = (
+                    "The head is tied to the embedding, and its copy there would not be merged "
+                    "with the others' embeddings"
+                    if tied
+                    else "RAM needs the base model's"
+                )
+                yield (
+                    f"'{name}' is stored in {some([str(m) for m in having])} but not in "
+                    f"{some([str(m) for m in lacking])}. {why}. Store it in all models' files, or "
+                    "remove it from all."
+                )
+            else:
+                without[tuple(str(m) for m in lacking)].append(name)
+        for models, names in without.items():
+            warn_once(
+                f"{some(models)} {'lack' if len(models) > 1 else 'lacks'} {_tensors(len(names))} "
+                f"({some(names)}), which {'are' if len(names) > 1 else 'is'} merged from the "
+                "models that have them, or copied from the base model where that alone does."
             )
 
     def shapes(self) -> Iterator[str]:
@@ -251,10 +285,7 @@ class _Plan:
             base = self.checkpoints.get(task.base_model) if task.base_model else None
             if base is None or kind_of(name) != HEAD or not found:
                 continue
-            config = base.config
-            if not (config.get("text_config") or config).get(
-                "tie_word_embeddings", config.get("tie_word_embeddings")
-            ):
+            if not _is_tied(base.config):
                 continue
             storing = [str(m) for m in found if name in self.checkpoints[m].tensors]
             if storing and task.output_weight.optional:
@@ -267,11 +298,6 @@ class _Plan:
 
     def warn_of_extra(self) -> None:
         """Warn of stored tensors that are part of no merge."""
-        if getattr(self.config, "slices", None) or any(
-            module.slices and len(module.slices) > 1
-            for module in (getattr(self.config, "modules", None) or {}).values()
-        ):
-            return  # layers that a slice leaves out are left out on purpose
         used: dict[ModelReference, set[str]] = defaultdict(set)
         for task, _ in self.found:
             for model, names in _reads(task):
@@ -280,10 +306,13 @@ class _Plan:
             model_type = checkpoint.config.get("model_type")
             if not checkpoint.readable or _is_converted(used[model], checkpoint, model_type):
                 continue
+            layers = {layer_of(name) for name in used[model]}
             extra = [
                 name
                 for name in checkpoint.tensors
-                if name not in used[model] and not _COMPUTED.search(name)
+                if name not in used[model]
+                and not _COMPUTED.search(name)
+                and not _left_out(name, layers, checkpoint)
             ]
             if extra:
                 warn_once(
@@ -308,6 +337,22 @@ class _Plan:
                 size = max(size, elements * item)
             sizes[task.output_weight.name] = size
         return sum(sizes.values())
+
+
+def _is_tied(config: Mapping[str, Any]) -> bool:
+    """Whether a model's head is its embedding."""
+    inner = config.get("text_config") or {}
+    return bool(inner.get("tie_word_embeddings", config.get("tie_word_embeddings", False)))
+
+
+def _left_out(name: str, layers: set[str | None], checkpoint: Checkpoint) -> bool:
+    """Whether a tensor is of a layer that slices leave out, on purpose."""
+    layer = layer_of(name)
+    if layer is None or layer in layers:
+        return False
+    sections = [checkpoint.config, checkpoint.config.get("text_config") or {}]
+    depths = [section[key] for section in sections for key in LAYER_KEYS if key in section]
+    return int(layer.rpartition(".")[2]) < max(depths, default=0)
 
 
 def _is_converted(used: set[str], checkpoint: Checkpoint, model_type: Any) -> bool:
