@@ -217,17 +217,22 @@ class MeasureOverlap(Task[ModelOverlap]):
 def _tied_groups(merges: Sequence[ExecuteMergeMethodTask]) -> dict[str, str]:
     """Names of outputs that may be copies of each other, with the name of their group.
 
-    Architectures say which weights can be tied. mergekit-pytorch knows no architecture, so that
-    there any two tensors may be copies.
+    Architectures say which weights can be tied; one that MergeKit infers says only which have a
+    row per token. mergekit-pytorch knows no architecture, so that there any two tensors may be
+    copies.
     """
     names = {task.output_weight.name for task in merges}
+    vocabulary = {
+        task.output_weight.name for task in merges if task.output_weight.vocabulary_axis is not None
+    }
     groups: dict[str, str] = {}
     for task in merges:
         weight = task.output_weight
         if isinstance(task.gather_tensors, TensorDictWrapper):
             groups[weight.name] = ""
             continue
-        group = sorted(names & {weight.name, *(weight.tied_names or ())})
+        tied = weight.tied_names or (vocabulary if weight.name in vocabulary else ())
+        group = sorted(names & {weight.name, *tied})
         if len(group) > 1:
             groups |= dict.fromkeys(group, group[0])
     return groups

@@ -475,6 +475,28 @@ def test_modules(name: str, family_of: FamilyOf, tmp_path: Path) -> None:
     assert_loads_and_runs(tmp_path / "out", kind.dtype)
 
 
+def store_head(folder: Path, embedding: str) -> None:
+    """Store a copy of a tied head, as some exporters do."""
+    state = load(folder)
+    assert "lm_head.weight" not in state
+    state["lm_head.weight"] = state[embedding].clone()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_a_tied_duplicate_counts_once_in_an_inferred_architecture(tmp_path: Path) -> None:
+    """MergeKit does not know there which weights are tied, but which have a row per token."""
+    kind = KINDS["smollm3"]
+    family = write_family(tmp_path, kind)
+    base, agents = read(family, kind)
+    for folder in (family.base, *family.agents):
+        store_head(folder, "model.embed_tokens.weight")
+    got = merged(config_of(family, "ram_plus", parameters=PLUS), tmp_path / "out")
+    factors = [1 + PLUS["r"] * x for x in ratios(base, agents)]
+    wanted = recomputed(base, agents, lambda _: factors)
+    assert_same(got, wanted | {"lm_head.weight": wanted["model.embed_tokens.weight"]})
+    assert_loads_and_runs(tmp_path / "out", BF16)
+
+
 class TestLimitsOfMergeKit:
     """What MergeKit 0.1.5 does not do, it does not do for its own methods either."""
 
@@ -694,11 +716,8 @@ class TestRealConfigs:
         embedding = "model.language_model.embed_tokens.weight"
         family = write_family(tmp_path, kind)
         base, agents = read(family, kind)
-        assert "lm_head.weight" not in base
         for i in exporters:
-            state = agents[i] | {"lm_head.weight": agents[i][embedding].clone()}
-            file = family.agents[i] / "model.safetensors"
-            save_file(state, file, metadata={"format": "pt"})
+            store_head(family.agents[i], embedding)
         got = merged(config_of(family, "ram_plus", parameters=PLUS), tmp_path / "out")
         factors = [1 + PLUS["r"] * x for x in ratios(base, agents)]
         wanted = recomputed(base, agents, lambda _: factors)
