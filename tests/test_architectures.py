@@ -595,7 +595,7 @@ class TestLimitsOfMergeKit:
                     in_output=fused,
                 ),
                 r"model\.layers\.1\.mlp\.experts\.(gate_up|down)_proj",
-                r"-",
+                "",
             ),
             # Names of the text model lose a part in loading that MergeKit's conversion keeps.
             (
@@ -616,7 +616,7 @@ class TestLimitsOfMergeKit:
                     ),
                 ),
                 r"lm_head\.weight|model\.language_model\..*",
-                r"-",
+                "",
             ),
         ],
         ids=["bert", "deepseek-v3", "llava"],
