@@ -524,6 +524,11 @@ def test_a_tied_duplicate_counts_once_in_an_inferred_architecture(tmp_path: Path
     assert_loads_and_runs(tmp_path / "out", BF16)
 
 
+def lacking(tensor: str) -> str:
+    """Pattern of errors, MergeKit's and ours, that say which tensor the first agent lacks."""
+    return rf"{tensor}.* required but not present in .*agent0|agent0 lacks .* requires: {tensor}"
+
+
 class TestLimitsOfMergeKit:
     """What MergeKit 0.1.5 does not do, it does not do for its own methods either."""
 
@@ -539,12 +544,12 @@ class TestLimitsOfMergeKit:
             # The published checkpoint has a pooler. Models trained from it do not.
             (
                 Kind("BertForMaskedLM", "BertConfig", ENCODER),
-                r"Tensor bert\.pooler\.dense\.weight required but not present in model .*agent0",
+                lacking(r"bert\.pooler\.dense\."),
             ),
             # Published names have a part more than those that transformers 5 writes.
             (
                 replace(KINDS["gemma3-vl"], on_disk=as_it_is),
-                r"Tensor vision_tower\.vision_model\..* required but not present in .*agent0",
+                lacking(r"vision_tower\.vision_model\."),
             ),
         ],
         ids=["qwen2-vl", "bert", "gemma3-vl"],
@@ -552,7 +557,7 @@ class TestLimitsOfMergeKit:
     def test_what_it_refuses(self, kind: Kind, message: str, method: str, tmp_path: Path) -> None:
         family = write_family(tmp_path, kind)
         config = config_of(family, method, parameters={"weight": 1.0})
-        with pytest.raises(RuntimeError, match=message):
+        with pytest.raises((RuntimeError, ValueError), match=message):
             merged(config, tmp_path / "out")
         assert not (tmp_path / "out" / "config.json").exists()
 
