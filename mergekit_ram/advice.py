@@ -55,11 +55,13 @@ def _unchanged(report: OverlapReport) -> list[str]:
             continue
         below = int(total.below_epsilon[i])
         how = (
-            f"only by less than epsilon (in {below:,} elements)" if below else "not in any element"
+            f"differs from the base model by no more than epsilon (in {below:,} elements)"
+            if below
+            else "does not differ from the base model in any element"
         )
         found.append(
-            f"{agent} differs from the base model {how}, so it adds nothing to the merge: a failed "
-            "export, an adapter that was not merged into it, or the base model itself?"
+            f"{agent} {how}, so it adds nothing to the merge: a failed export, an adapter that was "
+            "not merged into it, or the base model itself?"
         )
     return found
 
@@ -76,7 +78,7 @@ def _dense(report: OverlapReport) -> list[str]:
             if not elements or changed / elements < DENSE:
                 continue
             where = (
-                f"{percent(changed / elements)} of the elements of those {tensors} tensors (of "
+                f"{percent(changed / elements)} of the elements of those tensors ({tensors} of "
                 f"{len(report.overlap.tensors)}) that it changed at all"
             )
         unique = int(total.unique[i]) / int(total.changed[i])

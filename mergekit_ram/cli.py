@@ -88,7 +88,8 @@ def _yaml(path: str) -> dict[str, Any]:
 def _names_files(raw: dict[str, Any]) -> bool:
     """Whether a config's models are files of tensors, as mergekit-pytorch takes them."""
     models = raw.get("models")
-    names = [m.get("model") for m in models if isinstance(m, dict)] if models else []
+    listed = models if isinstance(models, list) else []
+    names = [m.get("model") for m in listed if isinstance(m, dict)]
     return bool(names) and all(isinstance(n, str) and Path(n).is_file() for n in names)
 
 

@@ -29,7 +29,7 @@ def show(report: OverlapReport, console: Console) -> None:
     _print(
         console,
         "Overlap in %: density of all elements; unique and shared of the agent's changes",
-        _agents(report),
+        _agents(report, console.width),
     )
     if len(report.agents) > 1:
         for table in _pairs(report, console.width):
@@ -92,10 +92,10 @@ def _table(*headings: str) -> Table:
     return table
 
 
-def _agents(report: OverlapReport) -> Table:
+def _agents(report: OverlapReport, width: int) -> Table:
     total, n = report.total, len(report.agents)
-    # "Shared with k" for every k that fits; the last column takes the rest.
-    separate = min(n - 1, 3)
+    # "Shared with k" for the k that fit; the last column takes the rest.
+    separate = min(n - 1, 3, max(1, (width - 55) // 8))
     shared = [f"shared\nwith {k + 1}" for k in range(separate)]
     if n - 1 > separate:
         shared[-1] += "+"
