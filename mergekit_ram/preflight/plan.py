@@ -143,7 +143,7 @@ class _Plan:
                 if found.get(model, ...) is not None:
                     continue
                 # Experts of one name per expert become one fused tensor; alike in every layer.
-                key = (model, re.sub(r"\d+", "#", names[0]))
+                key = (model, _template(names[0]))
                 if key not in converts:
                     checkpoint = self.checkpoints[model]
                     converts[key] = can_convert_checkpoint_keys(
@@ -302,9 +302,9 @@ class _Plan:
         for task, _ in self.found:
             for model, names in _reads(task):
                 used[model] |= set(names)
+        holding: dict[tuple[str, ...], list[str]] = defaultdict(list)
         for model, checkpoint in self.checkpoints.items():
-            model_type = checkpoint.config.get("model_type")
-            if not checkpoint.readable or _is_converted(used[model], checkpoint, model_type):
+            if not checkpoint.readable:
                 continue
             layers = {layer_of(name) for name in used[model]}
             extra = [
@@ -315,10 +315,17 @@ class _Plan:
                 and not _left_out(name, layers, checkpoint)
             ]
             if extra:
-                warn_once(
-                    f"{model} holds {_tensors(len(extra))} that the architecture does not have; "
-                    f"the merge drops them: {some(extra)}."
-                )
+                converted = _converted(used[model], checkpoint)
+                extra = [name for name in extra if _template(name) not in converted]
+            if extra:
+                holding[tuple(extra)].append(str(model))
+        for names, models in holding.items():
+            warn_once(
+                f"{some(models)} {'hold' if len(models) > 1 else 'holds'} {_tensors(len(names))} "
+                f"that MergeKit does not merge; the output lacks {'them' if len(names) > 1 else 'it'}"
+                f": {some(names)}. That is right for a value head or the like. If the model needs "
+                "them, MergeKit does not know its layout."
+            )
 
     def output_size(self) -> int:
         """Bytes of the merged tensors."""
@@ -355,12 +362,35 @@ def _left_out(name: str, layers: set[str | None], checkpoint: Checkpoint) -> boo
     return int(layer.rpartition(".")[2]) < max(depths, default=0)
 
 
-def _is_converted(used: set[str], checkpoint: Checkpoint, model_type: Any) -> bool:
-    """Whether files name their tensors in another way than the architecture does."""
-    return any(name not in checkpoint.tensors for name in used) and any(
-        can_convert_checkpoint_keys(model_type, set(checkpoint.tensors), name)
-        for name in sorted(used - set(checkpoint.tensors))[:1]
-    )
+def _template(name: str) -> str:
+    """A name that is alike in every layer and for every expert."""
+    return re.sub(r"\d+", "#", name)
+
+
+def _converted(used: set[str], checkpoint: Checkpoint) -> set[str]:
+    """Templates of the stored names that MergeKit converts to names of the architecture.
+
+    As experts that have an entry each, of which one fused tensor is made. One layer stands for
+    all, since looking at every name would take minutes for many experts.
+    """
+    model_type = checkpoint.config.get("model_type")
+    targets = {_template(name): name for name in sorted(used - set(checkpoint.tensors))}
+    found: set[str] = set()
+    for target in targets.values():
+        number = _layer_number(target)
+        names = {name for name in checkpoint.tensors if _layer_number(name) == number}
+        if not can_convert_checkpoint_keys(model_type, names, target):
+            continue
+        for template in {_template(name) for name in names - used} - found:
+            others = {name for name in names if _template(name) != template}
+            if not can_convert_checkpoint_keys(model_type, others, target):
+                found.add(template)
+    return found
+
+
+def _layer_number(name: str) -> str | None:
+    layer = layer_of(name)
+    return layer.rpartition(".")[2] if layer is not None else None
 
 
 def _reads(task: ExecuteMergeMethodTask) -> Iterator[tuple[ModelReference, list[str]]]:
