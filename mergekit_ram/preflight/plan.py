@@ -319,12 +319,13 @@ class _Plan:
                 extra = [name for name in extra if _template(name) not in converted]
             if extra:
                 holding[tuple(extra)].append(str(model))
-        for names, models in holding.items():
+        for extras, models in holding.items():
+            many, it = len(models) > 1, "them" if len(extras) > 1 else "it"
             warn_once(
-                f"{some(models)} {'hold' if len(models) > 1 else 'holds'} {_tensors(len(names))} "
-                f"that MergeKit does not merge; the output lacks {'them' if len(names) > 1 else 'it'}"
-                f": {some(names)}. That is right for a value head or the like. If the model needs "
-                "them, MergeKit does not know its layout."
+                f"{some(models)} {'hold' if many else 'holds'} {_tensors(len(extras))} that "
+                f"MergeKit does not merge; the output lacks {it}: {some(extras)}. That is right "
+                f"for a value head or the like. If the model needs {it}, MergeKit does not know "
+                "its layout."
             )
 
     def output_size(self) -> int:
