@@ -22,22 +22,25 @@ STATE = """
 import sys, warnings
 from mergekit import merge_methods
 import mergekit.plan, mergekit.scripts.merge_raw_pytorch as raw
+from mergekit import merge
 names = ("ram", "ram_plus", "ramplus_tl")
 methods = {m.spec.name: m for m in merge_methods.registered_methods()}
 ours = [n in methods and type(methods[n]).__module__ == "mergekit_ram.methods" for n in names]
 planners = [hasattr(mergekit.plan.MergePlanner._plan, "__wrapped__"),
-            hasattr(raw.plan_flat_merge, "__wrapped__")]
+            hasattr(raw.plan_flat_merge, "__wrapped__"),
+            hasattr(merge.generate_card, "__wrapped__")]
 clean = all(type(sys.modules[n]).__name__ == "module" for n in
-            ("mergekit.plan", "mergekit.scripts.merge_raw_pytorch"))
+            ("mergekit.plan", "mergekit.merge", "mergekit.scripts.merge_raw_pytorch"))
 print(ours, planners, clean, merge_methods.get("linear").spec.name)
 """
-ACTIVE = "[True, True, True] [True, True] True linear"
-BUILT_IN = "[False, False, False] [False, False] True linear"
+ACTIVE = "[True, True, True] [True, True, True] True linear"
+BUILT_IN = "[False, False, False] [False, False, False] True linear"
 
 FIRST = (
     "mergekit.merge_methods",
     "mergekit.plan",
     "mergekit.card",
+    "mergekit.merge",
     "mergekit.scripts.merge_raw_pytorch",
     "torch, mergekit.merge_methods.registry",
     # Ours, where it is what imports MergeKit.

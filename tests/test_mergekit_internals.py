@@ -11,16 +11,29 @@ from typing import Any
 
 import pytest
 import torch
+from mergekit import merge as merging
 from mergekit import merge_methods
 from mergekit import plan as planning
 from mergekit.architecture import WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
+from mergekit.config import MergeConfiguration
 from mergekit.graph import Executor, Task, TaskUniverse
-from mergekit.io.tasks import FinalizeModel, SaveTensor, TensorWriterTask
+from mergekit.io import ShardedTensorIndex
+from mergekit.io.tasks import (
+    FinalizeModel,
+    GatherTensors,
+    LoaderCache,
+    SaveTensor,
+    TensorWriterTask,
+)
+from mergekit.io.tensor_writer import TensorWriter
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import MergeMethod, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDictWrapper
 from mergekit.scripts import merge_raw_pytorch as script
+from mergekit.scripts import multimerge, run_yaml
+from mergekit.tokenizer import PermutedVocabulary
+from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from mergekit_ram._mergekit.methods import WholeCallMethod, replace_methods
 from mergekit_ram._mergekit.planning import run_tasks, with_extra
@@ -147,6 +160,61 @@ def test_the_planner_keeps_merge_tasks_until_it_saves_them() -> None:
         assert "in self._tensors" in source, "MergePlanner keeps its tasks elsewhere"
     assert "self._tensors.append((weight, tensor_task))" in inspect.getsource(planner.plan_tensor)
     assert {"config", "options", "_method"} <= set(planner.__annotations__)
+
+
+def test_run_merge_looks_up_what_we_wrap() -> None:
+    source = inspect.getsource(merging.run_merge)
+    first = source.index("get_architecture_info(merge_config, options)")
+    assert first < source.index("loader_cache.get("), "run_merge opens models before we look"
+    assert "generate_card(\n            config=merge_config," in source
+    assert parameters(merging.get_architecture_info) == ["config", "options"]
+    assert parameters(merging.generate_card) == ["config", "config_yaml", "name"]
+    # The model card lists models in the order of a set; ours in the config's.
+    assert "return list(models)" in inspect.getsource(MergeConfiguration.referenced_models)
+    assert "config.referenced_models()" in inspect.getsource(inspect.unwrap(merging.generate_card))
+
+
+def test_our_commands_plan_like_run_merge() -> None:
+    """``_mergekit.commands.plan_merge`` has these steps of ``run_merge``, in this order."""
+    steps = (
+        "get_architecture_info(merge_config, options)",
+        "loader_cache.setup(options=options)",
+        "cfg_out = _model_out_config(\n"
+        "        merge_config, arch_info, trust_remote_code=options.trust_remote_code\n",
+        "loader_cache.get(model)",
+        "MergePlanner(\n        merge_config,\n        arch_info,\n        options=options,\n"
+        "        out_model_config=cfg_out,\n    ).plan_to_disk(out_path=out_path)",
+    )
+    source = inspect.getsource(merging.run_merge)
+    places = [source.find(step) for step in steps]
+    assert min(places) >= 0, f"run_merge no longer does: {steps[places.index(-1)]}"
+    assert places == sorted(places)
+    saved = "dtype=weight.force_dtype or self.config.out_dtype"
+    assert saved in inspect.getsource(inspect.unwrap(planning.MergePlanner.plan_to_disk))
+
+
+def test_every_command_parses_configs_by_a_method_that_we_can_watch() -> None:
+    for module in (run_yaml, multimerge, script):
+        assert "Config" in inspect.getsource(module).partition(".model_validate(")[0][-40:]
+    for schema in (MergeConfiguration, script.RawPyTorchMergeConfig):
+        assert hasattr(schema.model_validate.__func__, "__wrapped__")
+        assert schema.model_validate.__self__ is schema
+
+
+def test_loaders_are_kept_by_model_and_tell_their_folder() -> None:
+    assert isinstance(LoaderCache.loaders, dict), "LoaderCache.loaders is no longer a dict"
+    assert {"tensor_paths", "base_path"} <= set(ShardedTensorIndex.__dataclass_fields__)
+    assert "weight_info" in GatherTensors.model_fields
+    assert "gather_tensors" in PermutedVocabulary.model_fields
+    assert "tokenizer_task" in PermutedVocabulary.model_fields
+    assert "gather_tensors" in TruncatedVocabulary.model_fields
+
+
+def test_finishing_a_folder_can_be_extended() -> None:
+    assert parameters(FinalizeModel.execute) == ["self", "writer", "kwargs"]
+    assert set(FinalizeModel.model_fields) == {"tensor_save_tasks", "writer_task"}
+    assert "out_path" in TensorWriterTask.model_fields
+    assert "out_path" in TensorWriter.__annotations__
 
 
 def test_mergekit_pytorch_plans_by_name() -> None:
