@@ -4,21 +4,30 @@ Checkpoints are made on the first run (a base and three agents: 4 GB for the def
 in ``--folder``. Methods take turns; each is a fresh process of the real command. MergeKit's
 built-in methods are run with MERGEKIT_RAM_DISABLE=1.
 
+In the same turns the floor is measured: a command that only starts (``mergekit-yaml --help``), and
+reading all inputs and writing one output's worth of bytes to the same disk.
+
     python -m benchmarks.merge
     python -m benchmarks.merge --size 1.5B --runs 1 --method ram --method ram_plus
+    # In a process that cannot have more than 8 GB of anonymous memory:
+    python -m benchmarks.merge --size 7B --runs 1 --method ram --method ram_plus --limit 8 \\
+        -- --out-shard-size 1B
 """
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import platform
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -31,6 +40,7 @@ from rich.table import Table
 from safetensors.torch import save_file
 
 AGENTS = 3
+START, FLOOR = "starting", "reading inputs, writing output"
 DENSITIES = (0.05, 0.45, 0.5)
 
 
@@ -103,8 +113,11 @@ def shapes(size: Size) -> dict[str, tuple[int, ...]]:
     return result
 
 
-def make_models(folder: Path, size: Size, *, shard: int = 1 << 30) -> None:
-    """Write a base and agents in bfloat16; a block of 2**20 random values repeats."""
+def make_models(folder: Path, size: Size, distinct: int, *, shard: int = 1 << 30) -> None:
+    """Write a base and agents in bfloat16; a block of 2**20 random values repeats.
+
+    Agents after the first ``distinct`` ones are hard links of the last of those, to save disk.
+    """
     generator = torch.Generator().manual_seed(0)
     block = torch.randn(1 << 20, generator=generator) * 0.02
     blocks = [block.bfloat16()]
@@ -129,6 +142,9 @@ def make_models(folder: Path, size: Size, *, shard: int = 1 << 30) -> None:
         if (model / "config.json").exists():
             continue
         shutil.rmtree(model, ignore_errors=True)
+        if i > distinct:
+            shutil.copytree(folder / f"agent{distinct}", model, copy_function=os.link)
+            continue
         model.mkdir(parents=True)
         weight_map: dict[str, str] = {}
         held: dict[str, torch.Tensor] = {}
@@ -161,8 +177,39 @@ class Run:
     anonymous: int
 
 
-def run(method: Method, folder: Path, out: Path, arguments: tuple[str, ...]) -> Run:
-    """Run one command and watch its memory; mapped file pages do not count."""
+def start_up() -> Run:
+    """A command that does nothing but import MergeKit."""
+    program = Path(sys.executable).parent / "mergekit-yaml"
+    start = time.perf_counter()
+    subprocess.run([program, "--help"], stdout=subprocess.DEVNULL, check=True)
+    return Run(time.perf_counter() - start, 0.0, 0)
+
+
+def input_and_output(folder: Path, out: Path, size: int) -> Run:
+    """Read all inputs, and write ``size`` bytes in files of 1 GB, as a merge would."""
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir()
+    buffer = bytearray(1 << 24)
+    start = time.perf_counter()
+    for file in sorted(folder.glob("*/*.safetensors")):
+        with file.open("rb", buffering=0) as stream:
+            while stream.readinto(buffer):
+                pass
+    for low in range(0, size, 1 << 30):
+        with (out / f"{low}").open("wb", buffering=0) as stream:
+            for part in range(low, min(size, low + (1 << 30)), len(buffer)):
+                stream.write(buffer[: size - part])
+    return Run(time.perf_counter() - start, 0.0, 0)
+
+
+def run(
+    method: Method, folder: Path, out: Path, arguments: tuple[str, ...], limit: float | None
+) -> Run:
+    """Run one command and watch its memory; mapped file pages do not count.
+
+    Args:
+        limit: GB (1e9 bytes) of writable private memory that the process may have.
+    """
     shutil.rmtree(out, ignore_errors=True)
     config = {
         "merge_method": method.name,
@@ -179,12 +226,18 @@ def run(method: Method, folder: Path, out: Path, arguments: tuple[str, ...]) -> 
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     if method.built_in:
         environment["MERGEKIT_RAM_DISABLE"] = "1"
+
+    def limited() -> None:
+        most = int((limit or 0) * 1e9)
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
+
     start = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--no-copy-tokenizer", *arguments],
         env=environment,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
+        preexec_fn=limited if limit else None,
     )
     peak = 0
     ended = threading.Event()
@@ -219,35 +272,59 @@ def run(method: Method, folder: Path, out: Path, arguments: tuple[str, ...]) -> 
 @click.option("--method", "methods", multiple=True, type=click.Choice(list(METHODS)))
 @click.option("--runs", default=3, show_default=True, help="of each method, of which the median")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("build/benchmark"))
+@click.option("--limit", type=float, help="GB of anonymous memory that a process may have")
+@click.option(
+    "--distinct", default=AGENTS, help="agents with files of their own", show_default=True
+)
 @click.argument("arguments", nargs=-1)
 def main(
-    size: str, methods: tuple[str, ...], runs: int, folder: Path, arguments: tuple[str, ...]
+    size: str,
+    methods: tuple[str, ...],
+    runs: int,
+    folder: Path,
+    limit: float | None,
+    distinct: int,
+    arguments: tuple[str, ...],
 ) -> None:
     """Time merges; further ARGUMENTS are handed to mergekit-yaml."""
     folder = folder.resolve() / size
-    make_models(folder, SIZES[size])
-    chosen = {name: METHODS[name] for name in methods or METHODS}
-    results: dict[str, list[Run]] = {name: [] for name in chosen}
+    out = folder / "out"
+    make_models(folder, SIZES[size], distinct)
+    parameters = sum(torch.Size(s).numel() for s in shapes(SIZES[size]).values())
+    works: dict[str, Callable[[], Run]] = {
+        START: start_up,
+        FLOOR: lambda: input_and_output(folder, out, 2 * parameters),
+    }
+    for name in methods or METHODS:
+        works[name] = functools.partial(run, METHODS[name], folder, out, arguments, limit)
+    results: dict[str, list[Run]] = {name: [] for name in works}
     for _ in range(runs):
-        for name, method in chosen.items():
-            results[name].append(run(method, folder, folder / "out", arguments))
-    shutil.rmtree(folder / "out", ignore_errors=True)
+        for name, work in works.items():
+            results[name].append(work())
+    shutil.rmtree(out, ignore_errors=True)
 
     console = Console()
-    parameters = sum(torch.Size(s).numel() for s in shapes(SIZES[size]).values())
+    walls = {name: statistics.median(r.wall for r in results[name]) for name in results}
+    least = walls[START] + walls[FLOOR]
     console.print(
         f"{AGENTS} agents of {parameters / 1e9:.2f} billion parameters, bfloat16; "
         f"{platform.machine()}, {os.cpu_count()} CPUs; Python {platform.python_version()}, "
         + ", ".join(f"{p} {version(p)}" for p in ("torch", "numba", "mergekit"))
         + f"; median of {runs}"
+        + (f"; limited to {limit:g} GB" if limit else "")
+        + (f"; agents from the {distinct + 1}. on are hard links" if distinct < AGENTS else "")
     )
     table = Table()
-    for column in ("", "wall, s", "CPU, s", "anonymous, MB"):
+    for column in ("", "wall, s", "beyond the floor", "CPU, s", "anonymous, MB"):
         table.add_column(column, justify="left" if not column else "right")
     for name, measured in results.items():
+        if name in (START, FLOOR):
+            table.add_row(name, f"{walls[name]:.1f}", "", "", "")
+            continue
         table.add_row(
             name,
-            f"{statistics.median(r.wall for r in measured):.1f}",
+            f"{walls[name]:.1f}",
+            f"{100 * (walls[name] / least - 1):+.0f} %",
             f"{statistics.median(r.cpu for r in measured):.1f}",
             f"{statistics.median(r.anonymous for r in measured) / 2**20:,.0f}",
         )
