@@ -16,8 +16,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,plot]'
 	touch $@
 
-demo: $(VENV)/.installed ## merge three agents that reinforcement learning trained, and evaluate
+demo: $(VENV)/.installed ## look at, merge and evaluate three agents that reinforcement learning trained
 	rm -rf build/demo
+	$(BIN)/mergekit-ram overlap example_configs/quickstart.yml --quiet
 	$(BIN)/mergekit-yaml example_configs/quickstart.yml build/demo/merge --quiet
 	$(BIN)/python -m benchmarks.agents.evaluate \
 		base=./example_configs/agents/base \
