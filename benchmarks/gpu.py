@@ -70,7 +70,7 @@ def check_bits(device: str, elements: int) -> int:
                     "names": range(n),
                 }
                 here = kernels.merge_and_count(base, agents, **settings)  # type: ignore[arg-type]
-                with mock.patch.object(_cpu, "available", lambda: False):  # for --device cpu
+                with mock.patch.object(_cpu, "available", return_value=False):  # for --device cpu
                     there = kernels.merge_and_count(
                         base.to(device),
                         [agent.to(device) for agent in agents],
