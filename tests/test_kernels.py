@@ -86,7 +86,9 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def merges(draw: st.DrawFn) -> dict:
     dtype = draw(st.sampled_from(DTYPES))
     n = draw(st.sampled_from([1, 2, 3, 8, 17]))
-    shape = draw(st.sampled_from([(), (0,), (0, 4), (1,), (7,), (3, 5), (2, 3, 4), (523,)]))
+    shape = draw(
+        st.sampled_from([(), (0,), (0, 4), (1,), (7,), (3, 5), (2, 3, 4), (523,), (2064,)])
+    )
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     if draw(st.booleans()):
         base = random_bits(shape, dtype, rng)
@@ -102,7 +104,7 @@ def merges(draw: st.DrawFn) -> dict:
         ),
         "weight": draw(st.lists(factor, min_size=n, max_size=n)),
         "rescale": draw(st.lists(factor.map(abs), min_size=n, max_size=n)),
-        "chunk": draw(st.sampled_from([5, 1 << 18])),
+        "chunk": draw(st.sampled_from([5 if np.prod(shape) < 100 else 200, 1 << 18])),
         "threads": draw(st.sampled_from([1, 2])),
     }
 
@@ -123,6 +125,50 @@ def test_any_merge_equals_the_reference(which: str, case: dict) -> None:
             same(base, agents, **{k: case[k] for k in ("epsilon", "weight", "rescale")})
         finally:
             torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("size", [255, 256, 257, 1024, 1025, 66_000])
+def test_counters_hold_what_they_count(path: str, size: int) -> None:
+    """All agents change all elements: no counter of a block may be too narrow for that."""
+    base = torch.zeros(size, dtype=torch.bfloat16)
+    agents = [base + 1, base + 2, base - 1]
+    factors = {"epsilon": [1e-5] * 3, "weight": [1.0] * 3, "rescale": [1.0] * 3}
+    counts, _ = kernels.count(base, agents, epsilon=factors["epsilon"], names="abc")
+    merged, both, _ = kernels.merge_and_count(base, agents, **factors, names="abc")
+    assert counts.overlap.tolist() == [[0, 0, size]] * 3
+    assert counts.pairs.tolist() == [[size] * 3] * 3
+    assert counts.sign_conflicts == size
+    assert counts.below_epsilon.tolist() == [0, 0, 0]
+    assert both.key() == counts.key()
+    assert (bits(merged) == bits(torch.tensor([2 / 3], dtype=torch.bfloat16))).all()
+    # A difference below epsilon everywhere.
+    counts, _ = kernels.count(base, agents, epsilon=[1.5] * 3, names="abc")
+    assert counts.below_epsilon.tolist() == [size, 0, size]
+    assert counts.overlap.tolist() == [[0, 0, 0], [size, 0, 0], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("n", [4, 7, 16, 64])
+def test_many_agents(path: str, n: int) -> None:
+    same(*ordinary((1100,), n, torch.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_unchanged_non_finite_values_among_others(path: str, dtype: torch.dtype) -> None:
+    base, agents = ordinary((1500,), 3, dtype)
+    signalling = bits(torch.tensor([float("inf")], dtype=dtype)) + 1
+    for start, value in ((3, float("nan")), (5, float("-inf")), (7, float("inf"))):
+        base[start::97] = value
+    bits(base)[11::97] = signalling
+    for agent in agents:
+        agent[:] = torch.where(base.isfinite(), agent, base)
+        bits(agent)[11::97] = signalling
+    same(base, agents)
+    quiet = base.clone()
+    quiet[11] = float("nan")
+    _, _, bad = kernels.merge_and_count(
+        base, [quiet], epsilon=[0.0], weight=[1.0], rescale=[1.0], names="a"
+    )
+    assert bad == kernels.BadValues(1, (1,), 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -399,7 +445,7 @@ class _Allocations(TorchDispatchMode):
 def test_scratch_is_bounded(case: str, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_staging, "STAGING", 1 << 20)
     monkeypatch.setattr(_torch, "SCRATCH", 1 << 20)
-    base, agents = ordinary((2000, 1500), 2, torch.bfloat16)
+    base, agents = ordinary((1000, 800), 2, torch.bfloat16)
     size = base.numel() * 2
     if case == "transposed":
         agents[0] = agents[0].T.contiguous().T
@@ -490,6 +536,13 @@ def run_script(**environment: str) -> subprocess.CompletedProcess[str]:
 
 def test_without_compilation() -> None:
     result = run_script(NUMBA_DISABLE_JIT="1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["compiled", "True"]
+
+
+def test_a_cpu_without_extensions() -> None:
+    # LLVM would end the process if it had to convert float16 there.
+    result = run_script(NUMBA_CPU_NAME="generic", NUMBA_CPU_FEATURES="", DTYPES="2")
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["compiled", "True"]
 

@@ -160,7 +160,7 @@ def count(
     dtype = common_dtype(tensors, dtype)
     wide = working_dtype(dtype)
     limits = rounded_numbers(epsilon, wide, clamp=True)
-    kernel = _cpu.count_flat if _on_cpu(base) else _torch.count_flat
+    kernel = _cpu.count_flat if _on_cpu(base, dtype) else _torch.count_flat
     n = len(agents)
     table, bad = np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
     for _, inputs, _ in pieces(tensors, dtype, dtype):
@@ -187,7 +187,7 @@ def _merge(
     dtype, inner, out_dtype = _dtypes(tensors, dtype, out_dtype)
     wide = working_dtype(dtype)
     numbers = _rounded_factors(factors, wide)
-    kernel = _cpu.merge_flat if _on_cpu(base) else _torch.merge_flat
+    kernel = _cpu.merge_flat if _on_cpu(base, inner) else _torch.merge_flat
     n = len(agents)
     out = empty(base.shape, out_dtype, base.device)
     table, bad = np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
@@ -261,5 +261,5 @@ def _overlap_counts(table: np.ndarray, elements: int, names: Sequence[Hashable])
     )
 
 
-def _on_cpu(tensor: torch.Tensor) -> bool:
-    return tensor.device.type == "cpu" and _cpu.available()
+def _on_cpu(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    return tensor.device.type == "cpu" and _cpu.takes(dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -37,6 +37,11 @@ def available() -> bool:
     return _compiled() is not None
 
 
+def takes(dtype: torch.dtype) -> bool:
+    """Whether there are compiled kernels for a dtype on this machine."""
+    return available() and (dtype != torch.float16 or bool(_kernels().converts_float16()))
+
+
 def merge_flat(
     out: torch.Tensor,
     inputs: Sequence[torch.Tensor],
@@ -48,58 +53,106 @@ def merge_flat(
     counting: bool,
 ) -> Counts:
     """Merge flat contiguous inputs of the output's dtype; count as well if ``counting``."""
-    like, addresses = _as_memory(inputs)
     number = STORAGE[wide]
-    factors = [np.array(f, number) for f in (epsilon, weight, rescale)]
+    thresholds, weights, rescales = (np.array(f, number) for f in (epsilon, weight, rescale))
+    factors = thresholds, (weights != 1) | (rescales != 1), weights, rescales
     limits = np.array([LIMIT[out.dtype], LIMIT[wide]], number)
-    name = "merge_and_count_range" if counting else "merge_range"
 
-    def work(start: int, stop: int, held: Any = (out, inputs)) -> Counts:
-        table, bad = _no_counts(len(epsilon))
-        found = (table, bad) if counting else (bad,)
-        _call(name, like, addresses, *factors, limits, held[0].data_ptr(), start, stop, *found)
+    def groups(memory: Memory, start: int, stop: int) -> Counts:
+        scratch, table, bad = _counters(len(epsilon))
+        *sources, target = memory.addresses
+        where = np.array(sources), *factors, limits, target, start, stop
+        _call("merge_range", memory.like, *where, scratch, table if counting else None, bad)
         return table, bad
 
-    return _total(over_chunks(work, out.numel()), len(epsilon))
+    return _over_groups(groups, [*inputs, out], len(epsilon))
 
 
 def count_flat(
     inputs: Sequence[torch.Tensor], epsilon: Sequence[float], wide: torch.dtype
 ) -> Counts:
     """Count flat contiguous inputs of one dtype."""
-    like, addresses = _as_memory(inputs)
     number = STORAGE[wide]
-    limits = np.array(epsilon, number)
-    largest = np.array([LIMIT[wide]], number)
+    thresholds = np.array(epsilon, number)
+    limits = np.array([LIMIT[inputs[0].dtype], LIMIT[wide]], number)
 
-    def work(start: int, stop: int, held: Any = inputs) -> Counts:
-        table, bad = _no_counts(len(epsilon))
-        _call("count_range", like, addresses, limits, largest, start, stop, table, bad)
+    def groups(memory: Memory, start: int, stop: int) -> Counts:
+        scratch, table, bad = _counters(len(epsilon))
+        where = memory.addresses, thresholds, limits, start, stop
+        _call("count_range", memory.like, *where, scratch, table, bad)
         return table, bad
 
-    return _total(over_chunks(work, inputs[0].numel()), len(epsilon))
+    return _over_groups(groups, inputs, len(epsilon))
 
 
-def _no_counts(n: int) -> Counts:
-    return np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
+class Memory:
+    """Tensors as kernels see them. It keeps them alive, and is to be kept itself."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.addresses = np.array([t.data_ptr() for t in tensors], np.int64)
+        self.like = np.empty(0, STORAGE[tensors[0].dtype])
 
 
-def _total(parts: Sequence[Counts], n: int) -> Counts:
-    table, bad = _no_counts(n)
-    for part, faults in parts:
-        table += part
-        bad += faults
-    return table, bad
+def _over_groups(
+    work: Callable[[Memory, int, int], Counts], tensors: Sequence[torch.Tensor], n: int
+) -> Counts:
+    """Add up ``work`` over all elements of flat tensors, which it is given in whole groups.
+
+    The last tensor may be written to.
+    """
+    kernels = _kernels()
+    memory = Memory(tensors)
+
+    def chunk(start: int, stop: int) -> list[Counts]:
+        whole = stop - (stop - start) % kernels.LANES
+        results = [work(memory, start, whole)]
+        if whole < stop:
+            # Elements that all agents leave unchanged complete the last group.
+            rest = [t[whole:stop] for t in tensors]
+            padded = [torch.zeros(kernels.LANES, dtype=t.dtype) for t in tensors]
+            for t, p in zip(rest, padded, strict=True):
+                p[: len(t)] = t
+            results.append(work(Memory(padded), 0, kernels.LANES))
+            rest[-1].copy_(padded[-1][: len(rest[-1])])
+        return results
+
+    _, table, bad = _counters(n)
+    for results in over_chunks(chunk, tensors[0].numel()):
+        for part, faults in results:
+            table += part
+            bad += faults
+    return _completed(table), bad
 
 
-def _as_memory(inputs: Sequence[torch.Tensor]) -> tuple[np.ndarray, np.ndarray]:
-    like = np.empty(0, STORAGE[inputs[0].dtype])
-    return like, np.array([t.data_ptr() for t in inputs], np.int64)
+def _completed(table: np.ndarray) -> np.ndarray:
+    """Derive what the kernels leave open from what they count."""
+    n = table.shape[1]
+    overlap, pairs = table[:n], table[n : 2 * n]
+    changed = pairs.diagonal()
+    meetings = np.triu(pairs, 1).sum(0) + np.triu(pairs, 1).sum(1)
+    # An element that is active in i and k others takes part in k of i's meetings.
+    if n > 1:
+        overlap[:, 1] = meetings - overlap[:, 2:] @ np.arange(2, n)
+    overlap[:, 0] = changed - overlap[:, 1:].sum(1)
+    return table
+
+
+def _counters(n: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scratch memory, table and faults of the kernels, all zero."""
+    kernels = _kernels()
+    scratch = np.zeros((kernels.scratch_rows(n), kernels.LANES), np.uint64)
+    return scratch, np.zeros((2 * n + 2, n), np.int64), np.zeros(n + 2, np.int64)
+
+
+def _kernels() -> ModuleType:
+    kernels = _compiled()
+    assert kernels is not None
+    return kernels
 
 
 def _call(name: str, *arguments: Any) -> None:
-    kernels = _compiled()
-    assert kernels is not None
+    kernels = _kernels()
     # Only the uncompiled bodies (NUMBA_DISABLE_JIT=1) heed numpy's error state.
     with np.errstate(all="ignore"):
         kernels.call(getattr(kernels, name), *arguments)
