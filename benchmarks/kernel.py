@@ -403,6 +403,8 @@ def main(
     if threads:
         torch.set_num_threads(threads)
     console = Console()
+    # Where output is not a terminal, rich would assume 80 columns.
+    console.width = max(console.width, 120)
     about = environment()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()))
     theirs: dict[str, float] = {}
