@@ -13,9 +13,10 @@ of Python threads may call them at once.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import pkgutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numba
@@ -52,7 +53,6 @@ AHEAD = 1024  # bytes that an agent's values are asked for before they are used
 # No fastmath, and nothing that lets LLVM fuse a multiplication with an addition.
 OPTIONS = {"nogil": True, "error_model": "numpy"}
 COMPILED: list[Any] = []
-_LANES_STAMP = hashlib.sha256(Path(_lanes.__file__).read_bytes()).hexdigest()
 
 __all__ = ["LANES", "call", "converts_float16", "count_range", "merge_range", "scratch_rows"]
 
@@ -67,9 +67,15 @@ def _compile(function: Callable[..., Any]):
     # numba compiles anew when this file has changed; _lanes.py is in the machine code as well.
     kept = getattr(getattr(compiled, "_cache", None), "_cache_file", None)
     if kept is not None:
-        kept._source_stamp = (kept._source_stamp, _LANES_STAMP)
+        kept._source_stamp = (kept._source_stamp, _lanes_stamp())
     COMPILED.append(compiled)
     return compiled
+
+
+@functools.cache
+def _lanes_stamp():
+    # By the loader: the package may be imported from an archive.
+    return hashlib.sha256(pkgutil.get_data(_lanes.__name__, "_lanes.py") or b"").hexdigest()
 
 
 def _warn_no_cache(error: Exception):
