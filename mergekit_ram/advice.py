@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mergekit_ram.report import OverlapReport, percent
+from mergekit_ram.report import OverlapReport, share
 
 # An agent that changed this share of what it touched has a dense task vector. Reinforcement
 # learning leaves more alone: the paper's agents changed 3.2, 46.2 and 54.3 %.
@@ -26,6 +26,8 @@ def advice(report: OverlapReport) -> str:
         for unique, changed in zip(total.unique, total.changed, strict=True)
         if changed
     ]
+    if not any(report.takes_part(i) for i in range(len(report.agents))):
+        return "No agent takes part, all weights are 0: the merge is the base model."
     if not shares:
         return "No agent changed anything: the merge is the base model."
     if len(shares) == 1:
@@ -55,7 +57,7 @@ def _unchanged(report: OverlapReport) -> list[str]:
             continue
         below = int(total.below_epsilon[i])
         how = (
-            f"differs from the base model by no more than epsilon (in {below:,} elements)"
+            f"differs from the base model by no more than epsilon ({below:,} elements by less)"
             if below
             else "does not differ from the base model in any element"
         )
@@ -71,19 +73,19 @@ def _dense(report: OverlapReport) -> list[str]:
     found = []
     for i, agent in enumerate(report.agents):
         if total.density[i] >= DENSE:
-            where = f"{percent(total.density[i])} of all elements"
+            where = f"{share(int(total.changed[i]), total.elements)} % of all elements"
         else:
             elements, changed, tensors = _touched(report, i)
             # Some tensors of a sparse agent are dense by chance, norms for instance.
             if not elements or changed / elements < DENSE:
                 continue
             where = (
-                f"{percent(changed / elements)} of the elements of those tensors ({tensors} of "
+                f"{share(changed, elements)} % of the elements of those tensors ({tensors} of "
                 f"{len(report.overlap.tensors)}) that it changed at all"
             )
-        unique = int(total.unique[i]) / int(total.changed[i])
+        unique = share(int(total.unique[i]), int(total.changed[i]))
         found.append(
-            f"{agent} changed {where}; {percent(unique)} of its changes are its own. That is a "
+            f"{agent} changed {where}; {unique} % of its changes are its own. That is a "
             "dense task vector, as of supervised fine-tuning or LoRA, or the wrong base model. "
             "RAM degenerates to averaging where agents are dense."
         )

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import functools
+import io
+import logging
+import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +14,7 @@ from typing import Any
 
 import click
 import yaml
+from mergekit import merge_methods
 from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions, PrettyPrintHelp, add_merge_options
 from mergekit.scripts.merge_raw_pytorch import RawPyTorchMergeConfig
@@ -25,6 +30,8 @@ from mergekit_ram.planning import devices_of
 from mergekit_ram.report import OverlapReport
 from mergekit_ram.tasks import measure, merges_of, report_on
 from mergekit_ram.verification import compare
+
+LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -44,7 +51,7 @@ class Request:
         """The parsed config, mergekit-yaml's or mergekit-pytorch's."""
         raw = _yaml(self.path)
         method = raw.get("merge_method")
-        if method not in BY_NAME:
+        if not isinstance(method, str) or method not in BY_NAME:
             raise ConfigError(
                 f"{self.path}: merge_method is {method!r}; mergekit-ram looks at "
                 f"{', '.join(BY_NAME)}. To see whether RAM suits these models, set it to `ram`."
@@ -62,12 +69,29 @@ class Request:
             raise ConfigError(f"{self.path}: {error}") from None
 
     def plan(self) -> list[Planned]:
-        """Plan the merge, as MergeKit's command would, all checks included."""
+        """Plan the merge, as MergeKit's command would, all checks included.
+
+        Raises:
+            RamError: it cannot be planned.
+        """
+        try:
+            return self._plan()
+        except RamError:
+            raise
+        except Exception as error:
+            LOG.debug("MergeKit's error", exc_info=True)
+            raise ConfigError(f"MergeKit cannot plan this merge: {_text_of(error)}") from error
+
+    def _plan(self) -> list[Planned]:
         if isinstance(self.config, MergeConfiguration):
             return plan_merge(self.config, self.options)
         return plan_flat_merge(
             self.config, self.options, union=self.union, intersection=self.intersection
         )
+
+
+def _text_of(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _yaml(path: str) -> dict[str, Any]:
@@ -82,7 +106,11 @@ def _yaml(path: str) -> dict[str, Any]:
             if len(documents) > 1
             else f"{path} is no merge config: it should have keys like `merge_method:`."
         )
+    documents[0].pop("name", None)  # mergekit-multi's
     return documents[0]
+
+
+_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 
 
 def _names_files(raw: dict[str, Any]) -> bool:
@@ -90,7 +118,7 @@ def _names_files(raw: dict[str, Any]) -> bool:
     models = raw.get("models")
     listed = models if isinstance(models, list) else []
     names = [m.get("model") for m in listed if isinstance(m, dict)]
-    return bool(names) and all(isinstance(n, str) and Path(n).is_file() for n in names)
+    return any(isinstance(n, str) and (Path(n).is_file() or n.endswith(_FILES)) for n in names)
 
 
 def _request(command: Callable[..., None]) -> Any:
@@ -125,6 +153,12 @@ def main() -> None:
 
     The commands take the config and the options of mergekit-yaml (or mergekit-pytorch).
     """
+    if merge_methods.get("ram") is not BY_NAME["ram"]:
+        raise RamError("mergekit-ram is switched off (MERGEKIT_RAM_DISABLE) or could not start.")
+    for stream in (sys.stdout, sys.stderr):
+        # Names of models may hold what a terminal cannot show.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 @main.command(cls=PrettyPrintHelp)
@@ -139,19 +173,41 @@ def overlap(request: Request, json_file: Path | None, plot_file: Path | None) ->
     if plot_file is not None:
         figure.check(plot_file)
     for file in (json_file, plot_file):
-        if file is not None and not file.absolute().parent.is_dir():
-            raise RamError(f"{file}: its folder does not exist.")
+        if file is not None:
+            _check_target(file, request.path)
     report = _measured(request)
     table.show(report, Console())
-    if json_file is not None:
-        json_file.write_text(report.to_json(), encoding="utf-8")
-    if plot_file is not None:
-        figure.draw(report, plot_file)
+    try:
+        if json_file is not None:
+            json_file.write_text(report.to_json(), encoding="utf-8")
+        if plot_file is not None:
+            figure.draw(report, plot_file)
+    except OSError as error:
+        raise RamError(f"the report could not be written: {error}") from None
+
+
+def _check_target(file: Path, config: str) -> None:
+    """Say before the models are read that a file cannot be written."""
+    folder = file.absolute().parent
+    if not folder.is_dir():
+        raise RamError(f"{file}: its folder does not exist.")
+    if file.is_dir():
+        raise RamError(f"{file} is a folder; a file is wanted.")
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise RamError(f"{file} cannot be written.")
+    if file.exists() and file.samefile(config):
+        raise RamError(f"{file} is the config itself.")
 
 
 def _measured(request: Request) -> OverlapReport:
     merges = merges_of([planned.merge for planned in request.plan()])
-    found = measure(merges, devices_of(request.options), quiet=request.options.quiet)
+    try:
+        found = measure(merges, devices_of(request.options), quiet=request.options.quiet)
+    except (AssertionError, RuntimeError, ValueError, KeyError, OSError) as error:
+        if isinstance(error, RamError):
+            raise
+        LOG.debug("MergeKit's error", exc_info=True)
+        raise RamError(f"the models cannot be read: {_text_of(error)}") from error
     return report_on(merges, found)
 
 
@@ -179,7 +235,7 @@ def check(request: Request, out_path: str | None) -> None:
     counts = [f"{levels.count(level)} {level}s" for level in ("error", "warning")]
     counts = [c.removesuffix("s") if c.startswith("1 ") else c for c in counts]
     looked = f"{planned:,} tensors planned" if planned is not None else "no plan"
-    console.print(f"{request.path}: {', '.join(counts)}; {looked}.", soft_wrap=True)
+    console.print(Text(f"{request.path}: {', '.join(counts)}; {looked}."), soft_wrap=True)
     if "error" in levels:
         raise click.exceptions.Exit(1)
 
@@ -212,12 +268,13 @@ def _checked(request: Request, out_path: str | None, findings: list[Finding]) ->
         # Without a plan's inputs in order MergeKit's own errors add nothing.
         if step in (plan, look_at_output) and any(f.level == "error" for f in findings):
             return None
+        before = len(findings)
         try:
             step()
         except RamError as error:
-            findings.append(Finding("error", error.message))
-        except Exception as error:
-            findings.append(Finding("error", f"MergeKit cannot plan this merge: {error}"))
+            # What MergeKit says late is often what a check has said before it.
+            if not any(f.level == "error" for f in findings[before:]):
+                findings.append(Finding("error", error.message))
     return len(planned)
 
 
@@ -225,9 +282,9 @@ def _checked(request: Request, out_path: str | None, findings: list[Finding]) ->
 @_request
 @click.argument("merged", type=click.Path(exists=True, file_okay=False, path_type=Path))
 def verify(request: Request, merged: Path) -> None:
-    """Merge CONFIG_FILE again, tensor by tensor, and compare with the folder MERGED.
+    """Merge CONFIG_FILE again, tensor by tensor, and compare with the weights in MERGED.
 
-    Exit status 1 if anything differs.
+    Exit status 1 if any bit differs.
     """
     console = Console(highlight=False)
     same = differing = 0
@@ -240,6 +297,7 @@ def verify(request: Request, merged: Path) -> None:
             console.print(line, soft_wrap=True)
     if differing:
         summary = f"{differing:,} tensor{'s differ' if differing != 1 else ' differs'}, {same:,} "
-        console.print(f"{merged}: {summary}equal bit for bit.", soft_wrap=True)
+        console.print(Text(f"{merged}: {summary}equal bit for bit."), soft_wrap=True)
         raise click.exceptions.Exit(1)
-    console.print(f"{merged}: all {same:,} tensors are equal bit for bit.", soft_wrap=True)
+    summary = f"{merged}: all {same:,} tensors are equal bit for bit."
+    console.print(Text(summary), soft_wrap=True)

@@ -173,8 +173,8 @@ def _read_shards(checkpoint: Checkpoint, index: Path) -> None:
     if content is None:
         return
     weight_map = content.get("weight_map")
-    if not isinstance(weight_map, dict):
-        checkpoint.problems.append(f"{index} has no 'weight_map'.")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        checkpoint.problems.append(f"{index} has no 'weight_map' of tensors to files.")
         return
     missing = []
     for file in dict.fromkeys(weight_map.values()):
@@ -248,6 +248,12 @@ def _json(path: Path, problems: list[str]) -> dict[str, Any] | None:
             return content
         problems.append(f"{path} is not a JSON object.")
     return None
+
+
+def section(config: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """A part of a model's configuration; empty where there is none, or something else."""
+    part = config.get(key)
+    return part if isinstance(part, Mapping) else {}
 
 
 def some(names: Sequence[str]) -> str:

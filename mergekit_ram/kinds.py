@@ -19,7 +19,7 @@ _PATTERNS = (
     (NORM, r"norm|(^|[._])ln(_?\w+)?(\.|$)|layer_?norm"),
     (HEAD, r"(^|\.)(lm_head|embed_out|output_projection|score|classifier|v_head|cls)(\.|$)"),
     (HEAD, r"^output\.(weight|bias)$"),
-    (MLP, r"\.merger\.|multi_modal_projector|\.mlp\.|feed_?forward|(^|\.)(ffn|mlp\w*|fc\d*)\."),
+    (MLP, r"merger|multi_modal_projector|\.mlp\.|feed_?forward|(^|\.)(ffn|mlp\w*|fc\d*)\."),
     (MLP, r"\.moe\.|expert|\.(intermediate|router)\.|\.(w1|w2|w3|fc1|fc2|fc_in|fc_out)\."),
     (MLP, r"\.(gate_proj|up_proj|down_proj|gate_up_proj|dense_h_to_4h|dense_4h_to_h)\."),
     (ATTENTION, r"att(n|ention)|\.(q|k|v|o|qkv)_proj\.|\.mixer\.(Wqkv|out_proj)\."),

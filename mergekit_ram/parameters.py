@@ -232,6 +232,8 @@ def _check_setting(name: str, setting: Any) -> None:
     if hasattr(setting, "filter"):
         _check_setting(name, setting.value)
     elif isinstance(setting, list | tuple):
+        if not setting:
+            raise ParameterError(f"{name}: [] is not allowed; it must be {_RULES[name].wanted}.")
         for item in setting:
             _check_setting(name, item)
             if not hasattr(item, "filter") and math.isinf(check(name, item)):

@@ -66,6 +66,7 @@ class _ByConfig:
 
 
 _checked = _ByConfig()
+_whole = _ByConfig()
 _reports = _ByConfig()
 
 
@@ -116,8 +117,8 @@ class FinalizeWithRecord(FinalizeModel):
 class _Extension:
     """See ``_mergekit.planning.Extension``."""
 
-    def ours(self, method: str) -> bool:
-        return method in BY_NAME
+    def ours(self, method: Any) -> bool:
+        return isinstance(method, str) and method in BY_NAME
 
     def parsed(self, schema: type[BaseModel], raw: Any) -> None:
         """Warn of keys that MergeKit drops."""
@@ -130,6 +131,9 @@ class _Extension:
         Raises:
             RamError: it cannot be merged.
         """
+        written = [config, *(getattr(config, "modules", None) or {}).values()]
+        sliced = any(getattr(section, "slices", None) for section in written)
+        _whole.put(config, not sliced and not getattr(config, "modules", None))
         if not _checked.pop(config):
             preflight.check_request(config, options)
             if not isinstance(config, MergeConfiguration):  # mergekit-pytorch's
@@ -145,7 +149,7 @@ class _Extension:
         Raises:
             RamError: by the models' headers the tensors cannot be merged.
         """
-        preflight.check_plan(config, tasks)
+        preflight.check_plan(config, tasks, whole=bool(_whole.pop(config)))
         if not tasks or not _needs_measurement(tasks):
             return tasks
         overlap = MeasureOverlap.model_construct(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from mergekit_ram.advice import warnings
 from mergekit_ram.errors import warn_once
-from mergekit_ram.overlap import overlap_unique_ratio
-from mergekit_ram.report import OverlapReport, Range, percent
+from mergekit_ram.overlap import OverlapCounts, overlap_unique_ratio
+from mergekit_ram.report import OverlapReport, Range, share
 
 LOG = logging.getLogger(__name__)
 
@@ -68,10 +68,9 @@ def card_section(report: OverlapReport) -> str:
             for i, agent in enumerate(report.agents)
         ),
         "",
-        f"Of {total.elements:,} elements {_share(total.unchanged_elements, total.elements)} are "
-        f"unchanged, {_share(total.unique_elements, total.elements)} unique to one agent and "
-        f"{_share(total.shared_elements, total.elements)} shared, of which "
-        f"{_share(total.sign_conflicts, total.shared_elements)} with conflicting signs. Everything "
+        f"Of {total.elements:,} elements {_percent(total.unchanged_elements, total.elements)} are "
+        f"unchanged, {_percent(total.unique_elements, total.elements)} unique to one agent and "
+        f"{_percent(total.shared_elements, total.elements)} shared{_conflicts(total)}. Everything "
         f"by kind of weight, by layer and by tensor is in `{FILE}`.",
     ]
     return "\n".join(lines) + "\n"
@@ -83,17 +82,24 @@ def _cells(report: OverlapReport, i: int) -> tuple[str, str, str, str, str, str]
     changed, unique, shared = (int(c[i]) for c in (total.changed, total.unique, total.shared))
     rho = overlap_unique_ratio(shared, unique)
     return (
-        _share(changed, total.elements),
-        _share(unique, changed),
-        _share(shared, changed),
-        _share(int(total.below_epsilon[i]), total.elements),
+        _percent(changed, total.elements),
+        _percent(unique, changed),
+        _percent(shared, changed),
+        _percent(int(total.below_epsilon[i]), total.elements),
         f"{rho:.3f}" if rho is not None else "-",
         span(report.rescale_factors[report.overlap.agents[i]], ".4f"),
     )
 
 
-def _share(part: int, whole: int) -> str:
-    return percent(part / whole) if whole else "-"
+def _percent(part: int, whole: int) -> str:
+    return f"{share(part, whole)} %" if whole else "-"
+
+
+def _conflicts(total: OverlapCounts) -> str:
+    if not total.shared_elements:
+        return ""
+    part = _percent(total.sign_conflicts, total.shared_elements)
+    return f", of which {part} with conflicting signs"
 
 
 def _parameters(report: OverlapReport) -> str:

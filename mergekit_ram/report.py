@@ -137,9 +137,14 @@ class OverlapReport:
         return _dump(document) + "\n"
 
 
-def percent(share: float) -> str:
-    """A share, 0 to 1, for people."""
-    return f"{100 * share:.1f} %"
+def share(part: int, whole: int) -> str:
+    """A share in percent, for people: a few are not none, and nearly all are not all."""
+    if not whole:
+        return "-"
+    value = 100 * part / whole
+    if 0 < value < 0.05:
+        return "<0.1"
+    return ">99.9" if 99.95 <= value < 100 else f"{value:.1f}"
 
 
 def _spread(counts: OverlapCounts, agents: Sequence[Hashable]) -> OverlapCounts:

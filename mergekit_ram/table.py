@@ -12,7 +12,7 @@ from mergekit_ram.advice import advice, warnings
 from mergekit_ram.kinds import layer_labels
 from mergekit_ram.overlap import OverlapCounts, overlap_unique_ratio
 from mergekit_ram.record import span
-from mergekit_ram.report import OverlapReport
+from mergekit_ram.report import OverlapReport, share
 
 # Columns that tables have per agent, in characters, and those that they have anyway.
 PER_AGENT, PER_PAIR, ALWAYS = 17, 7, 18
@@ -53,11 +53,9 @@ def _summary(report: OverlapReport, total: OverlapCounts) -> list[tuple[str, str
     lines = [
         (
             "Elements",
-            f"{total.elements:,}: {_percent(total.unchanged_elements, total.elements)} % "
-            f"unchanged, {_percent(total.unique_elements, total.elements)} % unique to one agent, "
-            f"{_percent(total.shared_elements, total.elements)} % shared. Sign conflicts: "
-            f"{total.sign_conflicts:,} "
-            f"({_percent(total.sign_conflicts, total.shared_elements)} % of the shared).",
+            f"{total.elements:,}: {share(total.unchanged_elements, total.elements)} % "
+            f"unchanged, {share(total.unique_elements, total.elements)} % unique to one agent, "
+            f"{share(total.shared_elements, total.elements)} % shared{_conflicts(total)}.",
             "bold",
         )
     ]
@@ -66,6 +64,13 @@ def _summary(report: OverlapReport, total: OverlapCounts) -> list[tuple[str, str
         lines.append(("Copies", f"counted once: {copies}", "bold"))
     lines += [("Warning", message, "bold yellow") for message in warnings(report)]
     return [*lines, ("Advice", advice(report), "bold green")]
+
+
+def _conflicts(total: OverlapCounts) -> str:
+    if not total.shared_elements:
+        return ""
+    part = share(total.sign_conflicts, total.shared_elements)
+    return f". Sign conflicts: {total.sign_conflicts:,} ({part} % of the shared)"
 
 
 def _lines(entries: Sequence[tuple[str, str, str]]) -> Table:
@@ -115,10 +120,10 @@ def _agents(report: OverlapReport, width: int) -> Table:
         rho = overlap_unique_ratio(int(total.shared[i]), int(total.unique[i]))
         table.add_row(
             str(i + 1),
-            _percent(changed, total.elements),
-            _percent(int(total.unique[i]), changed),
-            *(_percent(part, changed) for part in with_others),
-            _percent(int(total.below_epsilon[i]), total.elements),
+            share(changed, total.elements),
+            share(int(total.unique[i]), changed),
+            *(share(part, changed) for part in with_others),
+            share(int(total.below_epsilon[i]), total.elements),
             f"{rho:.2f}" if rho is not None else "-",
             span(report.rescale_factors[agent], ".3f"),
         )
@@ -131,7 +136,7 @@ def _pairs(report: OverlapReport, width: int) -> Iterator[Table]:
         table = _table("agent", *(str(j + 1) for j in columns))
         for i in range(n):
             changed = int(total.changed[i])
-            shares = [_percent(int(total.pairs[i, j]), changed) for j in columns]
+            shares = [share(int(total.pairs[i, j]), changed) for j in columns]
             table.add_row(
                 str(i + 1),
                 *("" if i == j else cell for j, cell in zip(columns, shares, strict=True)),
@@ -149,11 +154,11 @@ def _groups(
         columns = [f"{what}\n{i + 1}" for i in agents for what in ("density", "unique")]
         table = _table(heading, "elements", "shared", *columns)
         for name, counts in groups.items():
-            cells = [_magnitude(counts.elements), _percent(counts.shared_elements, counts.elements)]
+            cells = [_magnitude(counts.elements), share(counts.shared_elements, counts.elements)]
             for i in agents:
                 changed = int(counts.changed[i])
-                cells += [_percent(changed, counts.elements)]
-                cells += [_percent(int(counts.unique[i]), changed)]
+                cells += [share(changed, counts.elements)]
+                cells += [share(int(counts.unique[i]), changed)]
             table.add_row(name, *cells)
         yield table
 
@@ -162,16 +167,6 @@ def _chunks(n: int, size: int) -> Iterator[range]:
     """Agents that stand side by side in one table."""
     size = max(1, size)
     return (range(low, min(n, low + size)) for low in range(0, n, size))
-
-
-def _percent(part: int, whole: int) -> str:
-    if not whole:
-        return "-"
-    share = 100 * part / whole
-    # A few elements are not none, and nearly all are not all.
-    if 0 < share < 0.05:
-        return "<0.1"
-    return ">99.9" if 99.95 <= share < 100 else f"{share:.1f}"
 
 
 def _magnitude(number: int) -> str:

@@ -14,7 +14,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask, TensorDi
 
 from mergekit_ram._mergekit.planning import fields_of, run_tasks, with_extra
 from mergekit_ram.kernels import bits_digest, bits_sample
-from mergekit_ram.kinds import natural_order
+from mergekit_ram.kinds import HEAD, kind_of, natural_order
 from mergekit_ram.methods import BY_NAME, MEASURE, OVERLAP
 from mergekit_ram.overlap import ModelOverlap, OverlapCounts
 from mergekit_ram.record import announce
@@ -100,7 +100,9 @@ class OverlapLedger:
             for model in task.model_order
             if model != task.base_model
         )
-        counted = {name: self._counted[name] for name in sorted(self._counted, key=natural_order)}
+        # A head comes last: it is the copy of an embedding, not the other way round.
+        names = sorted(self._counted, key=lambda n: (kind_of(n) == HEAD, natural_order(n)))
+        counted = {name: self._counted[name] for name in names}
         groups = _tied_groups(list(self.merges.values()))
         kept: dict[Hashable, str] = {}
         copies = {}
@@ -121,15 +123,12 @@ class OverlapLedger:
         Files may or may not store a copy of a tied head, and a head may differ although the
         configuration ties it: only the content decides.
         """
-        return self._digests(one) == self._digests(other)
-
-    def _digests(self, name: str) -> dict[Hashable, Any]:
-        inputs = [self.merges[name].gather_tensors]
-        ((_, tensors),) = run_tasks(inputs, **self._devices, quiet=True, desc="")
-        return {
-            model: (tensor.dtype, tensor.shape, bits_digest(tensor))
-            for model, tensor in tensors.items()
-        }
+        inputs = [self.merges[name].gather_tensors for name in (one, other)]
+        digests = [
+            {m: (t.dtype, t.shape, bits_digest(t)) for m, t in tensors.items()}
+            for _, tensors in run_tasks(inputs, **self._devices, quiet=True, desc="")
+        ]
+        return all(digest == digests[0] for digest in digests)
 
 
 def measure(

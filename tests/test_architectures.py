@@ -526,7 +526,7 @@ def test_a_tied_duplicate_counts_once_in_an_inferred_architecture(tmp_path: Path
 
 def lacking(tensor: str) -> str:
     """Pattern of errors, MergeKit's and ours, that say which tensor the first agent lacks."""
-    return rf"{tensor}.* required but not present in .*agent0|agent0 lacks .* requires: {tensor}"
+    return rf"{tensor}.* required but not present in .*agent0|agent0 lacks .* needs: {tensor}"
 
 
 class TestLimitsOfMergeKit:

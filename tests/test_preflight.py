@@ -156,7 +156,7 @@ def slices_of_unequal_length(family: Family, config: dict[str, Any]) -> None:
     ]
 
 
-@kind("error", f"agent2 lacks 1 tensor that the architecture requires: {UP}")
+@kind("error", f"agent2 lacks 1 tensor that the merge needs: {UP}")
 def a_missing_tensor(family: Family, config: dict[str, Any]) -> None:
     state = state_of(family, family.agents[2])
     del state[UP]
@@ -391,7 +391,17 @@ def test_adapters_and_models_elsewhere_are_checked_by_headers(
     """No adapter is merged and nothing is downloaded."""
     family = make_family(tmp_path / "models")
     config = config_of(family)
-    config["models"][0]["model"] = f"{family.base}+{tmp_path / 'adapter'}"
+    adapter = tmp_path / "adapter"
+    config["models"][0]["model"] = f"{family.base}+{adapter}"
+    options = "--lora-merge-cache", str(tmp_path / "cache")
+    assert f"{adapter} does not exist" in check(config, tmp_path, *options)[1]
+    adapter.mkdir()
+    assert "holds no adapter_config.json" in check(config, tmp_path, *options)[1]
+    (adapter / "adapter_config.json").write_text("{}")
+    for out in (adapter, family.base):
+        status, output = check(config, tmp_path, str(out), *options)
+        assert status == 1
+        assert "the output folder is the folder of" in output
     status, output = check(config, tmp_path, "--lora-merge-cache", str(tmp_path / "cache"))
     assert status == 0, output
     assert "0 errors, 0 warnings; 27 tensors planned" in output, output

@@ -199,13 +199,18 @@ def test_model_card(tmp_path: Path) -> None:
     head, _, section = card.partition("### Overlap of the agents\n")
     assert head.rstrip().endswith("```")
     document = json.loads((tmp_path / "out" / record.FILE).read_text())
+    total = document["elements"]["total"]
+
+    def percent(part: int, whole: int) -> str:
+        return f"{100 * part / whole:.1f} %" if 2000 * part >= whole or not part else "<0.1 %"
+
     for agent in document["agents"]:
         cells = (
             agent["model"],
-            f"{100 * agent['density']:.1f} %",
-            f"{100 * agent['unique'] / agent['changed']:.1f} %",
-            f"{100 * agent['shared'] / agent['changed']:.1f} %",
-            f"{100 * agent['below_epsilon'] / document['elements']['total']:.1f} %",
+            percent(agent["changed"], total),
+            percent(agent["unique"], agent["changed"]),
+            percent(agent["shared"], agent["changed"]),
+            percent(agent["below_epsilon"], total),
             f"{agent['rho']:.3f}",
             f"{agent['rescale_factor']:.4f}",
         )
@@ -383,7 +388,7 @@ def test_advice_and_warnings() -> None:
     assert advice.advice(everything).startswith("Nearly all changes are shared")
     nothing = report_of(np.zeros(9), np.ones(9))
     assert (
-        "org/agent0 differs from the base model by no more than epsilon"
+        "org/agent0 differs from the base model by no more than epsilon (7 elements"
         in advice.warnings(nothing)[0]
     )
     assert advice.advice(nothing).startswith("One agent changed anything")

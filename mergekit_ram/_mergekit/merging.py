@@ -9,6 +9,15 @@ from typing import Any
 from mergekit.config import MergeConfiguration
 
 
+def models_in_order(config: Any) -> list[Any]:
+    """All models of a config, the base model first."""
+    models = [config.base_model] if config.base_model else []
+    for section in (config, *(config.modules or {}).values()):
+        models += [m.model for m in section.models or ()]
+        models += [source.model for s in section.slices or () for source in s.sources]
+    return list(dict.fromkeys(models))
+
+
 class _InOrder(MergeConfiguration):
     """A config whose models come in its own order.
 
@@ -17,12 +26,7 @@ class _InOrder(MergeConfiguration):
     """
 
     def referenced_models(self) -> list[Any]:
-        sections = [self, *(self.modules or {}).values()]
-        models = [self.base_model] if self.base_model else []
-        for section in sections:
-            models += [m.model for m in section.models or ()]
-            models += [source.model for s in section.slices or () for source in s.sources]
-        return list(dict.fromkeys(models))
+        return models_in_order(self)
 
 
 def wrap_run_merge(

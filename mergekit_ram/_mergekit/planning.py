@@ -16,6 +16,9 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.tokenizer import BuildTokenizer
 from pydantic import BaseModel
 
+from mergekit_ram._mergekit.merging import models_in_order
+from mergekit_ram._mergekit.tokenizers import OrderedBuildTokenizer, wrap_tokenizers
+
 
 def fields_of(task: ExecuteMergeMethodTask) -> dict[str, Any]:
     """Return a merge task's fields, to construct its like without validating them again."""
@@ -99,8 +102,8 @@ class Extension(Protocol):
     ) -> Sequence[Task]:
         """Return what takes the place of the tasks that save the merge and finish its folder."""
 
-    def ours(self, method: str) -> bool:
-        """Whether the plugin has to do with a merge method."""
+    def ours(self, method: Any) -> bool:
+        """Whether the plugin has to do with what a config names as its merge method."""
 
 
 def wrap_planner(planning: ModuleType, extension: Extension) -> None:
@@ -124,6 +127,9 @@ def wrap_planner(planning: ModuleType, extension: Extension) -> None:
             plan(self)
             return
         extension.before(self.config, self._method, self.options)
+        if self._tokenizer_task is not None:
+            models = models_in_order(self.config)
+            self._tokenizer_task = OrderedBuildTokenizer.of(self._tokenizer_task, models)
         plan(self)
         weights = [weight for weight, _ in self._tensors]
         tasks = [
@@ -144,6 +150,7 @@ def wrap_planner(planning: ModuleType, extension: Extension) -> None:
 
     planner._plan = _plan
     planner.plan_to_disk = _plan_to_disk
+    wrap_tokenizers()
 
 
 def wrap_flat_planner(script: Any, extension: Extension) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import importlib.resources
 import os
 import re
 from collections import defaultdict
@@ -9,19 +11,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from mergekit._data import chat_templates
 from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
 
 from mergekit_ram import headers
 from mergekit_ram.errors import fail, warn_once
-from mergekit_ram.headers import Checkpoint, some
+from mergekit_ram.headers import Checkpoint, section, some
 from mergekit_ram.preflight.request import models_of, source_lists
 
-LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
+_LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 # Quantised checkpoints keep codes with their scales beside them, by names like these.
 _QUANTISED = re.compile(
     r"(^|[._])(qweight|qzeros|scales|g_idx|SCB|absmax|quant_map|weight_packed|weight_zero_point"
-    r"|weight_shape|quant_state\.\w+)$|(weight|input|output|activation)_scale(_inv|_2)?$"
+    r"|weight_shape|quant_state\.\w+)$|(^|\.|\bw\d+_)(weight|input|output)_scale(_inv|_2)?$"
     r"|_(blocks|scales)$"
 )
 _SCALE = re.compile(r"[._]scales?(_inv)?$")
@@ -42,19 +45,22 @@ def check_models(config: Any, options: Any, *, remote: bool = False) -> None:
     }
     errors = [f"{c.model}: {problem}" for c in checkpoints.values() for problem in c.problems]
     errors += [e for c in checkpoints.values() for e in _quantised(c)]
+    errors += [e for m in models for e in _adapter(m)]
     errors += _same_model(config, checkpoints)
     if getattr(config, "models", None) or getattr(config, "modules", None):
         errors += _layers(config, checkpoints)
+    errors += _layer_ranges(config, checkpoints)
     errors += _architectures(checkpoints, options)
+    errors += _tokenizers(config, checkpoints)
     fail(errors)
     _warn_of_ties(checkpoints)
 
 
 def _quantised(checkpoint: Checkpoint) -> Iterator[str]:
     config = checkpoint.config
-    for section in (config, config.get("text_config") or {}):
-        if isinstance(section, dict) and section.get("quantization_config"):
-            method = section["quantization_config"]
+    for part in (config, section(config, "text_config")):
+        if part.get("quantization_config"):
+            method = part["quantization_config"]
             name = method.get("quant_method", "") if isinstance(method, dict) else ""
             yield dequantise(checkpoint.model, f"`quantization_config` {name}".strip())
             return
@@ -101,18 +107,87 @@ def _layers(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[str]
     sections = [config, *(getattr(config, "modules", None) or {}).values()]
     named = {m.model for s in sections for m in s.models or ()} | {config.base_model}
     for part in ("", "text_config", "vision_config", "audio_config"):
-        for key in LAYER_KEYS:
+        for key in _LAYER_KEYS:
             depths: dict[int, list[str]] = defaultdict(list)
             for model, checkpoint in checkpoints.items():
-                section = checkpoint.config.get(part) if part else checkpoint.config
-                if model in named and isinstance(section, dict) and key in section:
-                    depths[section[key]].append(checkpoint.model)
+                found = section(checkpoint.config, part) if part else checkpoint.config
+                if model in named and isinstance(found.get(key), int):
+                    depths[found[key]].append(checkpoint.model)
             if len(depths) > 1:
                 what = "; ".join(f"{n} in {', '.join(models)}" for n, models in depths.items())
                 yield (
                     f"the models differ in {key} ({what}). An agent has as many layers as its "
                     "base model; to merge some layers of it, use `slices:`."
                 )
+
+
+def _layer_ranges(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[str]:
+    """Layers that a slice takes of a model that has fewer."""
+    for index, definition in enumerate(getattr(config, "slices", None) or ()):
+        for source in definition.sources:
+            found = checkpoints[source.model].config
+            parts = (found, section(found, "text_config"))
+            depths = [p[k] for p in parts for k in _LAYER_KEYS if isinstance(p.get(k), int)]
+            if depths and source.layer_range[1] > max(depths):
+                yield (
+                    f"slices[{index}]: layer_range {list(source.layer_range)} goes beyond the "
+                    f"{max(depths)} layers of {source.model}."
+                )
+
+
+def _adapter(model: Any) -> Iterator[str]:
+    """An adapter's folder that holds none."""
+    lora = getattr(model, "lora", None)
+    if lora is None:
+        return
+    here = os.path.isdir(lora.path)
+    if not here and (lora.path.startswith(("/", ".", "~")) or lora.path.count("/") > 1):
+        yield f"{model}: the adapter's folder {lora.path} does not exist."
+    elif here and not os.path.exists(os.path.join(lora.path, "adapter_config.json")):
+        yield f"{model}: {lora.path} holds no adapter_config.json, so it is no adapter."
+
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+
+
+def _tokenizers(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[str]:
+    """Tokenizers that the merge needs and will not find, and chat templates likewise."""
+    tokenizer = getattr(config, "tokenizer", None)
+    source = tokenizer.source if tokenizer else getattr(config, "tokenizer_source", None)
+    if isinstance(source, ModelReference):
+        path = source.model.path
+        close = difflib.get_close_matches(path, ("union", "base"), n=1)
+        if close and not os.path.exists(path):
+            yield f"tokenizer source '{path}': did you mean '{close[0]}'?"
+        elif path.startswith(("/", ".", "~")) and not os.path.isdir(path):
+            yield f"tokenizer source {path}: there is no such folder."
+    elif source is not None:
+        base = checkpoints.get(config.base_model)
+        folder = base.folder if base is not None else None
+        if folder is not None and not any((folder / f).exists() for f in _TOKENIZER_FILES):
+            yield (
+                f"tokenizer: {config.base_model} holds no tokenizer ({_TOKENIZER_FILES[0]} or the "
+                "like), which aligning the vocabularies needs."
+            )
+    template = getattr(config, "chat_template", None)
+    if template and template != "auto" and "{" not in template:
+        names = sorted(
+            f.name.removesuffix(".jinja")
+            for f in importlib.resources.files(chat_templates).iterdir()
+            if f.name.endswith(".jinja")
+        )
+        if template not in names:
+            yield (
+                f"chat_template: '{template}' is neither a Jinja template nor one of auto, "
+                f"{', '.join(names)}."
+            )
 
 
 def _architectures(checkpoints: Mapping[Any, Checkpoint], options: Any) -> Iterator[str]:

@@ -24,7 +24,7 @@ def check_request(config: Any, options: Any) -> None:
     for key in ("dtype", "out_dtype"):
         name = getattr(config, key)
         if name is not None and str(name).removeprefix("torch.") not in DTYPES:
-            close = difflib.get_close_matches(str(name), DTYPES, n=1, cutoff=0.3)
+            close = difflib.get_close_matches(str(name), DTYPES, n=1, cutoff=0.5)
             hint = f" Did you mean '{close[0]}'?" if close else ""
             errors.append(f"{key}: '{name}' is not one of {', '.join(DTYPES)}.{hint}")
     for place, base, sources in source_lists(config):
@@ -71,6 +71,8 @@ def check_modules(config: Any, architecture: Any) -> None:
             "`modules:`, per module."
         )
     fail(errors)
+    if errors:
+        return
     left_out = [name for name in known if config.modules and name not in config.modules]
     if left_out:
         warn_once(
