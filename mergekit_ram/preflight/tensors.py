@@ -97,6 +97,9 @@ class PlannedTensors:
                 # By all models' names: one that lacks an expert should be told which.
                 known = stored[_layer_number(target)]
                 if not can_convert_checkpoint_keys(kind, known, target):
+                    # Another model may have an expert too many.
+                    known = known & self.checkpoints[model].tensors.keys()
+                if not can_convert_checkpoint_keys(kind, known, target):
                     if not entry.task.output_weight.optional:
                         self.lacking[model].append(target)
                     continue
