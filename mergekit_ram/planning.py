@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
@@ -15,10 +16,16 @@ from mergekit.merge_methods.base import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from pydantic import BaseModel
 
-from mergekit_ram import preflight, record
+from mergekit_ram import former, preflight, record
 from mergekit_ram._mergekit.merging import wrap_run_merge
-from mergekit_ram._mergekit.planning import with_extra, wrap_flat_planner, wrap_planner
-from mergekit_ram.errors import forget_warnings
+from mergekit_ram._mergekit.planning import (
+    files_written,
+    with_extra,
+    wrap_flat_planner,
+    wrap_planner,
+)
+from mergekit_ram.errors import forget_warnings, warn_once
+from mergekit_ram.headers import some
 from mergekit_ram.methods import BY_NAME, RECORD
 from mergekit_ram.overlap import ModelOverlap
 from mergekit_ram.parameters import check_keys
@@ -30,6 +37,8 @@ from mergekit_ram.tasks import (
     RescaledMergeTask,
     report_on,
 )
+
+LOG = logging.getLogger(__name__)
 
 
 def install(planning: ModuleType) -> None:
@@ -83,12 +92,14 @@ class FinalizeWithRecord(FinalizeModel):
         merges: its merge tasks.
         measured: the measurement that the merge waited for, if it did.
         ledger: where the merge itself entered its counts, if it did.
+        former: weight files of former merges in the folder.
     """
 
     config: Any
     merges: tuple[Any, ...]
     measured: MeasureOverlap | None = None
     ledger: Any = None
+    former: frozenset[str] = frozenset()
 
     # By identity: the config is not hashable, and the merge tasks are many.
     def __hash__(self) -> int:
@@ -107,11 +118,24 @@ class FinalizeWithRecord(FinalizeModel):
     ) -> None:
         """Finish the folder and write the record."""
         super().execute(writer=writer, **inputs)
+        self._clear(Path(writer.out_path), files_written(writer))
         report = report_on(self.merges, measured or self.ledger.close())
         if measured is None:
             record.announce(report)
         record.write(report, Path(writer.out_path))
         _reports.put(self.config, report)
+
+    def _clear(self, folder: Path, written: set[str]) -> None:
+        """Leave no weights in the folder that loaders would take for this merge's."""
+        removed = former.remove(folder, self.former, written)
+        if removed:
+            LOG.info("Removed from %s, of a former merge: %s", folder, ", ".join(removed))
+        unfinished = former.unfinished_files(folder)
+        if unfinished:
+            warn_once(
+                f"{folder} holds {some(sorted(unfinished))}, which an interrupted merge may have "
+                "left: not a part of this one. Remove them."
+            )
 
 
 class _Extension:
@@ -171,9 +195,10 @@ class _Extension:
         """
         merges = tuple(save.tensor_task for save in saves)
         out_path = finalize.writer_task.out_path
+        extra: dict[str, Any] = {}
         if out_path:  # none where only the plan is wanted
             preflight.check_output(config, merges, out_path, options)
-        extra: dict[str, Any] = {}
+            extra["former"] = former.files_of_merges(Path(out_path))
         if merges and isinstance(merges[0], RescaledMergeTask):
             extra["measured"] = merges[0].overlap
         else:

@@ -31,6 +31,7 @@ ORDER = (
     "report",
     "advice",
     "record",
+    "former",
     "tasks",
     "headers",
     "preflight.request",

@@ -11,6 +11,7 @@ import tqdm
 from mergekit.common import ImmutableMap
 from mergekit.graph import Executor, Task, TaskHandle, TaskUniverse
 from mergekit.io.tasks import FinalizeModel, SaveTensor
+from mergekit.io.tensor_writer import TensorWriter
 from mergekit.merge_methods.base import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.tokenizer import BuildTokenizer
@@ -74,6 +75,17 @@ def _ancestors(handle: TaskHandle) -> Iterator[TaskHandle]:
     for dependency in handle.arguments().values():
         yield dependency
         yield from _ancestors(dependency)
+
+
+def files_written(writer: TensorWriter) -> set[str]:
+    """Names of the files that a finished writer has left in its folder.
+
+    It gives a single file its name without telling its own table.
+    """
+    stem, suffix = writer._get_name_components()
+    if writer.shards_written == 1:
+        return {f"{stem}.{suffix}"}
+    return {f"{stem}.{suffix}.index.json", *writer.weight_map.values()}
 
 
 NARROW = ("float16", "bfloat16", "torch.float16", "torch.bfloat16")

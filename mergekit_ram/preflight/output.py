@@ -12,7 +12,9 @@ from typing import Any
 from mergekit.common import ModelReference
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
+from mergekit_ram import former
 from mergekit_ram.errors import fail
+from mergekit_ram.headers import some
 from mergekit_ram.preflight.plan import FLOATS
 from mergekit_ram.preflight.request import models_of
 from mergekit_ram.preflight.tensors import PlannedTensors
@@ -26,13 +28,15 @@ def check_output(
     """Check the folder that a merge is to be written to.
 
     Raises:
-        ConfigError: it is a model of the merge, cannot be written, or the disk is too full.
+        ConfigError: it is a model of the merge, holds another model, cannot be written, or the
+            disk is too full.
     """
     problem = _place(config, out_path)
     if problem is None:
         parent = _existing(Path(out_path))
         size, free = _size(config, merges), shutil.disk_usage(parent).free
-        if size > free:
+        problem = _foreign(Path(out_path), size, options)
+        if problem is None and size > free:
             problem = (
                 f"the merge takes {_gigabytes(size)}, and the disk has {_gigabytes(free)} left. "
                 "Free some space, or choose a folder on another disk."
@@ -58,10 +62,24 @@ def _place(config: Any, out_path: str) -> str | None:
         return "is a file. Choose a folder for the output."
     parent = _existing(out)
     if not parent.is_dir():
-        return f"{parent} is a file, so that no folder can be made in it. Choose another folder."
+        return f"{parent} is a file, not a folder. Choose another folder."
     if not os.access(parent, os.W_OK | os.X_OK):
         return f"{parent} cannot be written to. Choose another folder."
     return None
+
+
+def _foreign(out: Path, size: int, options: Any) -> str | None:
+    """Weights that no merge wrote, where the output would not replace them."""
+    found = former.weight_files(out) - former.files_of_merges(out)
+    single = "model.safetensors" if options.safe_serialization else "pytorch_model.bin"
+    if size <= options.out_shard_size or options.out_shard_size <= 0:
+        found -= {single}
+    if not found:
+        return None
+    return (
+        f"the folder holds weights of a model that is no merge ({some(sorted(found))}), which "
+        "loaders may take instead of this merge's. Choose another folder, or remove them."
+    )
 
 
 def _existing(out: Path) -> Path:
