@@ -41,6 +41,10 @@ class PipelineError(RamError, RuntimeError):
     """A merge task runs in a way that cannot give the method's result."""
 
 
+class ReadError(RamError, RuntimeError):
+    """A file of a model cannot be read although it could be when the merge began."""
+
+
 class ConfigError(RamError, ValueError):
     """A config, or the checkpoints that it names, cannot be merged; found before any work."""
 

@@ -186,6 +186,28 @@ def test_files_cannot_grow(forks: Forks, family: Family, wanted: dict, tmp_path:
     assert_same(load(out), wanted["ram"])
 
 
+@pytest.mark.parametrize("event", ["remove", "replace"])
+@pytest.mark.parametrize(
+    ("method", "point"),
+    [
+        ("ram_plus", "in the first pass"),
+        ("ram_plus", "between the passes"),
+        ("ram", "in the second pass"),
+    ],
+)
+def test_a_shard_is_lost(forks: Forks, tmp_path: Path, method: str, point: str, event: str) -> None:
+    """It is gone, or cut short, by the time that MergeKit opens it again."""
+    mine = make_family(tmp_path / "models", shards=3)
+    shard, out = mine.agents[1] / "model-00003-of-00003.safetensors", tmp_path / "out"
+    what = {"point": point, "event": event, "file": str(shard)}
+    result = merge(forks, config_of(mine, method), out, **what)
+    assert result.returncode == 1
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"Error: {mine.agents[1]}: '")
+    assert f"cannot be read from {shard}, which was removed or changed" in line
+    assert_unfinished(out)
+
+
 def test_a_file_that_is_open_is_lost(forks: Forks, tmp_path: Path) -> None:
     """A model of one file stays open, so that a file put in its place is not even seen."""
     mine = make_family(tmp_path / "models")

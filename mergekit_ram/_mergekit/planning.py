@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
 from types import ModuleType
 from typing import Any, Protocol
+from zipfile import BadZipFile
 
 import tqdm
 from mergekit.common import ImmutableMap
 from mergekit.graph import Executor, Task, TaskHandle, TaskUniverse
-from mergekit.io.tasks import FinalizeModel, SaveTensor
+from mergekit.io.lazy_tensor_loader import LazyTensorLoader
+from mergekit.io.tasks import FinalizeModel, LoaderCache, SaveTensor
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.merge_methods.base import MergeMethod
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.tokenizer import BuildTokenizer
 from pydantic import BaseModel
+from safetensors import SafetensorError
+
+from mergekit_ram.errors import ReadError
 
 from mergekit_ram._mergekit.merging import models_in_order
 from mergekit_ram._mergekit.tokenizers import OrderedBuildTokenizer, wrap_tokenizers
@@ -88,6 +95,34 @@ def files_written(writer: TensorWriter) -> set[str]:
     return {f"{stem}.{suffix}.index.json", *writer.weight_map.values()}
 
 
+def name_reads(model: Any) -> None:
+    """Make errors of reading a model say which file they are about.
+
+    Those of the file formats do not. MergeKit keeps one loader per model, and asks it for every
+    tensor, in whatever task; it is looked up here as the planner did.
+    """
+    loader = LoaderCache().loaders.get(model)
+    if not isinstance(loader, LazyTensorLoader) or "get_tensor" in vars(loader):
+        return
+    read = loader.get_tensor
+
+    @functools.wraps(read)
+    def get_tensor(key: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return read(key, *args, **kwargs)
+        except Exception as error:
+            if not isinstance(error, _UNREADABLE) and "PytorchStreamReader" not in str(error):
+                raise
+            file = Path(loader.index.base_path, loader.index.tensor_paths.get(key, ""))
+            raise ReadError(
+                f"{model}: '{key}' cannot be read from {file}, which was removed or changed since "
+                f"the merge began ({error}). Mend the file, and merge again."
+            ) from error
+
+    loader.get_tensor = get_tensor
+
+
+_UNREADABLE = (OSError, SafetensorError, EOFError, BadZipFile, UnpicklingError)
 NARROW = ("float16", "bfloat16", "torch.float16", "torch.bfloat16")
 
 
