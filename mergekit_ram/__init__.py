@@ -11,9 +11,12 @@ __all__ = ["__version__", "activate"]
 
 def __getattr__(name: str) -> str:
     if name == "__version__":
-        from importlib.metadata import version
+        from importlib.metadata import PackageNotFoundError, version
 
-        return version("mergekit-ram")
+        try:
+            return version("mergekit-ram")
+        except PackageNotFoundError:  # a source tree or an archive on the path
+            return "unknown"
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

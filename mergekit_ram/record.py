@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from importlib.metadata import version
 from pathlib import Path
 
+import mergekit_ram
 from mergekit_ram.advice import warnings
 from mergekit_ram.errors import warn_once
 from mergekit_ram.overlap import OverlapCounts, overlap_unique_ratio
@@ -56,7 +56,7 @@ def card_section(report: OverlapReport) -> str:
     lines = [
         "### Overlap of the agents",
         "",
-        f"Merged by `{report.method}` of mergekit-ram {version('mergekit-ram')} (Reinforced Agent "
+        f"Merged by `{report.method}` of mergekit-ram {mergekit_ram.__version__} (Reinforced Agent "
         "Merging, [arXiv:2601.13572](https://arxiv.org/abs/2601.13572)), with "
         f"{_parameters(report)}. ρ, the overlap-unique ratio, is counted over {over}; λ is "
         "the rescale factor of what is unique to an agent.",

@@ -7,9 +7,9 @@ import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib.metadata import version
 from typing import Any
 
+import mergekit_ram
 from mergekit_ram.kinds import KINDS, kind_of, layer_of
 from mergekit_ram.overlap import (
     ModelOverlap,
@@ -99,7 +99,7 @@ class OverlapReport:
         document: dict[str, Any] = {
             "format": FORMAT,
             "version": FORMAT_VERSION,
-            "plugin": f"mergekit-ram {version('mergekit-ram')}",
+            "plugin": f"mergekit-ram {mergekit_ram.__version__}",
             "paper": PAPER,
             "method": self.method,
             "base_model": base[0] if len(base) == 1 else list(base),
