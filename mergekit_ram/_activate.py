@@ -22,6 +22,8 @@ TARGETS = {
     "mergekit.scripts.merge_raw_pytorch": "mergekit_ram.planning:install_flat",
 }
 
+_failed = False
+
 
 def activate() -> None:
     """Extend MergeKit, now where it is loaded and at its import where it is not. Idempotent."""
@@ -37,11 +39,14 @@ def activate() -> None:
 
 
 def _rest_of_the_hook() -> Any:
-    """Import ``_extend``; None, with a warning, where that fails."""
+    """Import ``_extend``; None, with a warning, once, where that fails."""
+    global _failed
     try:
         from mergekit_ram import _extend
     except Exception as error:
-        print(f"warning: mergekit-ram is not active: {error!r}", file=sys.stderr)
+        if not _failed:
+            print(f"warning: mergekit-ram is not active: {error!r}", file=sys.stderr)
+        _failed = True
         return None
     return _extend
 

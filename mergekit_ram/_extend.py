@@ -12,9 +12,10 @@ from typing import Any
 OLDEST, BEFORE = (0, 1, 5), (0, 2)
 
 _OURS = "mergekit_ram."
+# Set in a module that is extended: it outlives this one, which may be imported again.
+_MARK = "__extended_by_mergekit_ram__"
 
 _lock = threading.RLock()
-_extended: set[str] = set()
 _waiting: list[tuple[ModuleType, str]] = []
 _complained = False
 
@@ -73,14 +74,14 @@ def extend(module: ModuleType, extension: str, imported: ModuleType | None = Non
     name = module.__name__
     try:
         with _lock:
-            if name in _extended:
+            if _MARK in vars(module) or _complained:
                 return
             if _ours_executing(besides=imported):
                 # One of our modules is what imported MergeKit: importing more of ours now would
                 # find it half executed. Its loader, above, comes back to this when it is done.
                 _waiting.append((module, extension))
                 return
-            _extended.add(name)
+            setattr(module, _MARK, True)
             unsupported = _unsupported_version()
             if unsupported:
                 complain(unsupported)
@@ -88,7 +89,18 @@ def extend(module: ModuleType, extension: str, imported: ModuleType | None = Non
             ours, function = extension.split(":")
             getattr(import_module(ours), function)(module)
     except Exception as error:
+        _give_up()
         complain(f"{name} could not be extended ({type(error).__name__}: {error})")
+
+
+def _give_up() -> None:
+    """Take back what is extended: methods without the planner's help would give half a plugin."""
+    methods = sys.modules.get(f"{_OURS}methods")
+    try:
+        if methods is not None:
+            methods.uninstall()
+    except Exception:  # it is half imported: nothing is registered yet
+        return
 
 
 def complain(reason: str) -> None:

@@ -279,8 +279,16 @@ RAMPLUS_TL = RamMethod(
 )
 METHODS = (RAM, RAM_PLUS, RAMPLUS_TL)
 BY_NAME = {method.spec.name: method for method in METHODS}
+_installed: list[Callable[[], None]] = []
 
 
 def install(registry: ModuleType) -> None:
     """Register the methods in ``mergekit.merge_methods.registry``."""
-    replace_methods(registry, METHODS)
+    _installed.append(replace_methods(registry, METHODS))
+
+
+def uninstall() -> None:
+    """Give MergeKit its built-in methods back; what else of it is extended leaves them alone."""
+    BY_NAME.clear()
+    while _installed:
+        _installed.pop()()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -67,12 +67,23 @@ class WholeCallMethod(MergeMethod):
         )
 
 
-def replace_methods(registry: ModuleType, methods: Sequence[MergeMethod]) -> None:
+def replace_methods(registry: ModuleType, methods: Sequence[MergeMethod]) -> Callable[[], None]:
     """Put the methods into MergeKit's registry, over built-ins of the same name.
+
+    Returns what puts the built-ins back.
 
     ``register`` refuses a name that is taken, so that the table itself has to be written.
     """
     table = registry._METHODS
     if not isinstance(table, dict) or registry.get("linear") is not table["linear"]:
         raise TypeError("mergekit.merge_methods.registry no longer keeps methods in _METHODS")
-    table.update({method.spec.name: method for method in methods})
+    ours = {method.spec.name: method for method in methods}
+    replaced = {name: table[name] for name in ours if name in table}
+    table.update(ours)
+
+    def restore() -> None:
+        for name in ours:
+            table.pop(name, None)
+        table.update(replaced)
+
+    return restore
