@@ -24,6 +24,7 @@ from mergekit.io.tasks import (
     FinalizeModel,
     GatherTensors,
     LoaderCache,
+    LoadTensor,
     SaveTensor,
     TensorWriterTask,
 )
@@ -217,6 +218,18 @@ def test_finishing_a_folder_can_be_extended() -> None:
     assert set(FinalizeModel.model_fields) == {"tensor_save_tasks", "writer_task"}
     assert "out_path" in TensorWriterTask.model_fields
     assert "out_path" in TensorWriter.__annotations__
+
+
+def test_a_writer_tells_what_it_wrote() -> None:
+    """For ``files_written``; what it says of real folders is tested in ``test_faults``."""
+    assert {"shards_written", "weight_map"} <= set(TensorWriter.__annotations__)
+    assert parameters(TensorWriter._get_name_components) == ["self"]
+
+
+def test_every_read_goes_through_the_loader_that_is_kept() -> None:
+    source = inspect.getsource(LoadTensor)
+    assert "loader = LoaderCache().get(self.model)" in source
+    assert source.count("loader.get_tensor(") == 2
 
 
 def test_mergekit_pytorch_plans_by_name() -> None:
