@@ -20,7 +20,6 @@ from mergekit_ram import former, preflight, record
 from mergekit_ram._mergekit.merging import wrap_run_merge
 from mergekit_ram._mergekit.planning import (
     files_written,
-    name_reads,
     with_extra,
     wrap_flat_planner,
     wrap_planner,
@@ -175,8 +174,6 @@ class _Extension:
             RamError: by the models' headers the tensors cannot be merged.
         """
         preflight.check_plan(config, tasks, whole=bool(_whole.pop(config)))
-        for model in preflight.models_of(config):
-            name_reads(model)
         if not tasks or not _needs_measurement(tasks):
             return tasks
         overlap = MeasureOverlap.model_construct(

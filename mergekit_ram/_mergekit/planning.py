@@ -22,10 +22,9 @@ from mergekit.tokenizer import BuildTokenizer
 from pydantic import BaseModel
 from safetensors import SafetensorError
 
-from mergekit_ram.errors import ReadError
-
 from mergekit_ram._mergekit.merging import models_in_order
 from mergekit_ram._mergekit.tokenizers import OrderedBuildTokenizer, wrap_tokenizers
+from mergekit_ram.errors import ReadError
 
 
 def fields_of(task: ExecuteMergeMethodTask) -> dict[str, Any]:
@@ -95,13 +94,12 @@ def files_written(writer: TensorWriter) -> set[str]:
     return {f"{stem}.{suffix}.index.json", *writer.weight_map.values()}
 
 
-def name_reads(model: Any) -> None:
+def _name_reads(model: Any, loader: Any) -> None:
     """Make errors of reading a model say which file they are about.
 
     Those of the file formats do not. MergeKit keeps one loader per model, and asks it for every
-    tensor, in whatever task; it is looked up here as the planner did.
+    tensor, in whatever task.
     """
-    loader = LoaderCache().loaders.get(model)
     if not isinstance(loader, LazyTensorLoader) or "get_tensor" in vars(loader):
         return
     read = loader.get_tensor
@@ -185,6 +183,8 @@ def wrap_planner(planning: ModuleType, extension: Extension) -> None:
             else task
             for weight, task in self._tensors
         ]
+        for model in models_in_order(self.config):
+            _name_reads(model, LoaderCache().loaders.get(model))
         merges = extension.merges(self.config, tasks, self.options)
         self._tensors = list(zip(weights, merges, strict=True))
 
@@ -222,6 +222,8 @@ def wrap_flat_planner(script: Any, extension: Extension) -> None:
         extension.before(config, script.merge_methods.get(config.merge_method), options)
         *saves, finalize = plan(config, out_path, tensor_union, tensor_intersection, options)
         saves.sort(key=lambda save: save.tensor_name)
+        for model, loader in script.SimpleLoaderCache().loaders.items():
+            _name_reads(model, loader)
         merges = extension.merges(config, [save.tensor_task for save in saves], options)
         saves = [
             save.model_copy(update={"tensor_task": merge})

@@ -7,7 +7,7 @@ warning; each says what to do. Errors of one stage come together.
 from mergekit_ram.preflight.models import check_models
 from mergekit_ram.preflight.output import check_output
 from mergekit_ram.preflight.plan import check_plan, plan_by_headers
-from mergekit_ram.preflight.request import check_modules, check_request, models_of
+from mergekit_ram.preflight.request import check_modules, check_request
 
 __all__ = [
     "check_models",
@@ -15,6 +15,5 @@ __all__ = [
     "check_output",
     "check_plan",
     "check_request",
-    "models_of",
     "plan_by_headers",
 ]
