@@ -51,7 +51,7 @@ from mergekit_ram.errors import (
     NonFiniteError,
     ParameterError,
     RamError,
-    UnreadableError,
+    ReadError,
 )
 from mergekit_ram.kernels import _staging
 from mergekit_ram.tasks import MeasureOverlap
@@ -640,7 +640,7 @@ def merged_flat(config: Config, out: Path) -> StateDict:
 def test_a_missing_tensor(tmp_path: Path, no_weights: None) -> None:
     family = make_family(tmp_path)
     rewrite(family.agents[1], lambda s: s.pop(UP))
-    says = rf"{family.agents[1]} lacks 1 tensor .*requires: {UP}\. Complete its files"
+    says = rf"{family.agents[1]} lacks 1 tensor .*needs: {UP}\. Complete its files"
     for method in ("ram", "ram_plus"):
         refused(config_of(family, method), tmp_path / "out", says, ConfigError)
 
@@ -726,8 +726,8 @@ def test_a_file_that_goes_wrong_after_the_checks(
         return execute(self)
 
     monkeypatch.setattr(MeasureOverlap, "execute", damage)
-    says = rf"tensor '\S+' of {family.agents[1]} cannot be read from {file} \(.*Restore it"
-    with pytest.raises(UnreadableError, match=says) as caught:
+    says = rf"{family.agents[1]}: '\S+' cannot be read from {file}, which was .*Mend the file"
+    with pytest.raises(ReadError, match=says) as caught:
         merged(config_of(family, "ram_plus"), tmp_path / "out")
     # MergeKit's own error, which names no model, and that of a damaged file not even the file.
     assert str(family.agents[1]) not in str(caught.value.__cause__).replace(str(file), "")
@@ -736,7 +736,7 @@ def test_a_file_that_goes_wrong_after_the_checks(
     more = make_family(tmp_path / "flat", n=2)
     file = more.agents[0] / "model.safetensors"
     files = [folder / "model.safetensors" for folder in (more.base, *more.agents)]
-    with pytest.raises(UnreadableError, match=rf"'\S+' of {file} cannot be read from {file}"):
+    with pytest.raises(ReadError, match=rf"{file}: '\S+' cannot be read from {file}"):
         merged_flat(flat_config(files, "ram_plus"), tmp_path / "flat out")
     assert not (tmp_path / "flat out").exists()
 
