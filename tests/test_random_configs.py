@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -132,6 +133,14 @@ class Pool:
         return folder
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quiet() -> Iterator[None]:
+    """Without the warnings of hundreds of merges in the report of a failure."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
 @pytest.fixture(scope="session")
 def pool(tmp_path_factory: pytest.TempPathFactory) -> Pool:
     return Pool(tmp_path_factory.mktemp("models"))
@@ -219,6 +228,9 @@ def cases(draw: Callable[..., Any]) -> Case:
     if draw(st.integers(0, 7)) == 0:
         config["tokenizer"] = {"source": draw(st.sampled_from(["base", "union"]))}
     config = with_parameters(draw, config)
+    if draw(st.booleans()):
+        # Limits above most ratios, so that every count shows in the result.
+        config["parameters"] = {"r": 0.5, "alpha": 10} | config.get("parameters", {})
 
     shape = draw(st.sampled_from(["models", "models", "slices"]))
     inner: Config = {}
@@ -384,27 +396,35 @@ def rounded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return torch.where(inexact, integers | 1, integers).view(torch.float32).to(dtype)
 
 
+def promoted(tensors: StateDict) -> StateDict:
+    """The tensors in the dtype that theirs promote to."""
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors.values()))
+    return {name: tensor.to(dtype) for name, tensor in tensors.items()}
+
+
 def recomputed(config: Config, pool: Pool) -> StateDict:
     """The whole merge."""
     method = config["merge_method"]
     read = {path: pool.read(Path(path)) for path in models_in(config)}
     units = {}
     for name, t, sources in planned(config, list(read[config["base_model"]])):
+        loaded = {source.model: read[source.model][source.name] for source in sources}
+        if "dtype" in config:
+            loaded = {m: rounded(t, DTYPES[config["dtype"]]) for m, t in loaded.items()}
+        if "tokenizer" in config and name in (EMBEDDING, HEAD):
+            # MergeKit aligns them, and in a common dtype, before any method sees them.
+            loaded = promoted(loaded)
         inputs = {}
         values: dict[str, list[float]] = {key: [] for key in DEFAULTS}
         for source in sources:
-            tensor = read[source.model][source.name]
-            if "dtype" in config:
-                tensor = rounded(tensor, DTYPES[config["dtype"]])
             if source.model != config["base_model"]:
                 found = {key: parameter(key, source, t, method) for key in DEFAULTS}
                 if found["weight"] == 0:
                     continue  # as if it were not listed
                 for key, value in found.items():
                     values[key].append(value)
-            inputs[source.model] = tensor
-        common = functools.reduce(torch.promote_types, (t.dtype for t in inputs.values()))
-        inputs = {model: tensor.to(common) for model, tensor in inputs.items()}
+            inputs[source.model] = loaded[source.model]
+        inputs = promoted(inputs)
         units[name] = Unit(inputs.pop(config["base_model"]), inputs, values)
 
     counted: dict[str, tuple[int, int]] = {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
@@ -102,12 +103,16 @@ def _name_reads(model: Any, loader: Any) -> None:
     """
     if not isinstance(loader, LazyTensorLoader) or "get_tensor" in vars(loader):
         return
-    read = loader.get_tensor
+    read = type(loader).get_tensor
+    # A loader that referred to itself would keep its files open until garbage is collected.
+    reference = weakref.ref(loader)
 
     @functools.wraps(read)
     def get_tensor(key: str, *args: Any, **kwargs: Any) -> Any:
+        loader = reference()
+        assert loader is not None  # its method is being called
         try:
-            return read(key, *args, **kwargs)
+            return read(loader, key, *args, **kwargs)
         except Exception as error:
             if not isinstance(error, _UNREADABLE) and "PytorchStreamReader" not in str(error):
                 raise
