@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,10 +22,13 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from safetensors.torch import save_file
+from test_architectures import KINDS as KINDS_OF_MODELS
+from test_architectures import write_family
 from test_end_to_end import config_of
 
 from mergekit_ram.cli import main
 from mergekit_ram.errors import ConfigError, RamError
+from mergekit_ram.preflight import check_plan
 from mergekit_ram.preflight import models as preflight_models
 
 EXAMPLES = Path(__file__).parents[1] / "example_configs"
@@ -423,6 +427,99 @@ def test_adapters_and_models_elsewhere_are_checked_by_headers(
     assert status == 1
     assert "somebody/agent is quantised (F8_E4M3 values" in output, output
     assert "somebody/agent lacks 25 tensors" in output, output
+
+
+@pytest.mark.parametrize(
+    ("damage", "level", "says"),
+    [
+        ("lost", "error", "agent1 lacks 1 tensor that the merge needs: {name}"),
+        (
+            "lost layer",
+            "error",
+            "agent1 lacks 12 tensors .* model.layers.1.mlp.experts.0.down_",
+        ),
+        ("shape", "error", "'{name}': shapes differ .*3 x 3 in .*agent1"),
+        ("float8", "error", "agent1 is quantised .*F8_E4M3 values in {name}"),
+        ("float32", "warning", "agent1 holds float32 in 1 tensor .*`dtype: float32`"),
+        ("none", "", "0 errors, 0 warnings"),
+    ],
+)
+def test_experts_that_are_stored_one_by_one(
+    tmp_path: Path, damage: str, level: str, says: str
+) -> None:
+    """MergeKit fuses them: the checks look at what each model stores."""
+    family = write_family(
+        tmp_path / "models", replace(KINDS_OF_MODELS["qwen3-moe"], dtype=torch.bfloat16)
+    )
+    name = "model.layers.1.mlp.experts.2.up_proj.weight"
+    state = load(family.agents[1])
+    assert name in state
+    if damage == "lost layer":
+        state = {n: t for n, t in state.items() if "layers.1.mlp.experts" not in n}
+    elif damage == "lost":
+        del state[name]
+    elif damage != "none":
+        state[name] = {
+            "shape": torch.ones(3, 3, dtype=torch.bfloat16),
+            "float8": state[name].to(torch.float8_e4m3fn),
+            "float32": state[name].float(),
+        }[damage]
+    for file in family.agents[1].glob("model*.safetensors*"):
+        file.unlink()
+    rewrite(family.agents[1], state)
+    status, output = check(config_of(family, dtype="bfloat16"), tmp_path)
+    assert status == (level == "error"), output
+    assert re.search(f"{level}.*{says.format(name=re.escape(name))}", output), output
+    assert output.count("error: ") == (level == "error"), output
+    assert output.count("warning: ") == (level == "warning"), output
+
+
+@pytest.mark.parametrize(
+    ("name", "quantised"),
+    [
+        ("model.layers.0.self_attn.q_proj.weight_scale", True),
+        ("model.layers.0.self_attn.q_proj.weight_scale_inv", True),
+        ("model.layers.0.self_attn.q_proj.input_scale", True),
+        ("model.layers.0.mlp.experts.w13_weight_scale", True),
+        ("model.layers.0.mlp.experts.gate_up_proj_scales", True),
+        ("model.layers.0.self_attn.q_proj.qweight", True),
+        ("model.layers.0.self_attn.q_proj.weight.absmax", True),
+        ("model.layers.0.altup.correct_output_scale", False),
+        ("logit_scale", False),
+        ("model.layers.0.layer_scale", False),
+        ("model.layers.0.router.scale", False),
+    ],
+)
+def test_names_of_quantised_checkpoints(tmp_path: Path, name: str, quantised: bool) -> None:
+    family = make_family(tmp_path / "models")
+    rewrite(family.agents[0], state_of(family, family.agents[0]) | {name: torch.ones(2)})
+    status, output = check(config_of(family), tmp_path)
+    assert ("is quantised" in output) == quantised == (status == 1), output
+
+
+def test_settings_that_would_fail_late(tmp_path: Path) -> None:
+    """Tokenizers, chat templates, layer ranges, adapters and odd configurations."""
+    family = make_family(tmp_path / "models")
+    base, first = str(family.base), str(family.agents[0])
+    sources = [{"model": m, "layer_range": [0, 5]} for m in (base, first)]
+    edit(family.agents[2], num_layers=None, text_config="none")
+    for change, says in (
+        ({"tokenizer": {"source": "unoin"}}, "tokenizer source 'unoin': did you mean 'union'?"),
+        ({"tokenizer": {"source": "./no/folder"}}, "there is no such folder"),
+        ({"tokenizer_source": "union"}, "holds no tokenizer"),
+        ({"chat_template": "nope"}, "neither a Jinja template nor one of auto, alpaca"),
+        ({"models": None, "slices": [{"sources": sources}]}, "[0, 5] goes beyond the 2 layers"),
+        ({"parameters": {"epsilon": []}}, "epsilon: [] is not allowed"),
+        ({"merge_method": ["ram"]}, "merge_method is ['ram']"),
+    ):
+        config = {k: v for k, v in (config_of(family) | change).items() if v is not None}
+        status, output = check(config, tmp_path)
+        assert status == 1, change
+        assert says in output, output
+        assert "MergeKit cannot plan" not in output, output
+    assert check(config_of(family), tmp_path)[0] == 0
+    with pytest.raises(ConfigError, match="MergeKit finds no tensor to merge"):
+        check_plan(MergeConfiguration.model_validate(config_of(family)), [])
 
 
 @pytest.mark.parametrize(

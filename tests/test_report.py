@@ -477,9 +477,34 @@ def test_bad_files_are_said_before_the_models_are_read(tmp_path: Path) -> None:
     for option, file, says in (
         ("--plot", "x.jpg", "must be .png or .svg"),
         ("--json", "no/folder/x.json", "its folder does not exist"),
+        ("--json", ".", "is a folder; a file is wanted"),
+        ("--plot", "config.yml.svg/../config.yml", "must be .png or .svg"),
+        ("--json", "config.yml", "is the config itself"),
     ):
         status, output = run("overlap", config_of(family), tmp_path, option, tmp_path / file)
         assert (status, says in " ".join(output.split())) == (1, True), output
+
+
+def test_names_are_printed_as_they_are(tmp_path: Path) -> None:
+    """Brackets are no markup, and what a terminal cannot show is no traceback."""
+    folder = tmp_path / "[bold]x[/a]\u03c1"
+    family = make_family(folder / "models")
+    merged(config_of(family), folder / "out")
+    for name, arguments in (("check", ()), ("verify", (folder / "out",)), ("overlap", ())):
+        status, output = run(name, config_of(family), folder, *arguments)
+        assert status == 0, output
+        assert "[bold]x[/a]" in output
+    file = folder / "config.yml"
+    result = CliRunner(charset="ascii").invoke(main, ["overlap", str(file), "--quiet"])
+    assert result.exit_code == 0, result.exception
+    assert "\\u03c1" in result.output
+
+
+def test_it_is_said_when_the_plugin_is_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mergekit.merge_methods.get", lambda name: None)
+    status, output = run("check", config_of(make_family(tmp_path / "models")), tmp_path)
+    assert status == 1
+    assert "switched off (MERGEKIT_RAM_DISABLE)" in output
 
 
 # --- Names --------------------------------------------------------------------------------
