@@ -28,7 +28,7 @@ demo: $(VENV)/.installed ## look at, merge and evaluate three agents that reinfo
 		merge=./build/demo/merge
 
 test: $(VENV)/.installed ## run the tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.installed ## check style and types
 	$(BIN)/ruff check .
