@@ -591,3 +591,25 @@ def test_without_numba(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert result.stdout.split() == ["compiled", "False"]
     assert result.stderr.count("numba cannot be used") == 1
+
+
+@pytest.mark.parametrize("shape", [(), (0, 4), (7,), (5, 130), (3, 40, 50)])
+def test_samples_and_digests_go_by_the_elements(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the strides, and without a copy of the whole tensor."""
+    monkeypatch.setattr(kernels, "DIGEST_CHUNK", 64)
+    (base,) = ordinary(shape, 0, torch.bfloat16)[:1]
+    strided = torch.stack([base, base + 1], -1)[..., 0]
+    assert strided.numel() < 2 or not strided.is_contiguous()
+    with _Allocations() as allocations:
+        assert kernels.bits_digest(strided) == kernels.bits_digest(base)
+        sample = kernels.bits_sample(strided)
+    assert allocations.largest <= 64 * base.element_size()
+    flat = base.reshape(-1)
+    assert sample == flat[: len(sample) // 2].view(torch.uint8).numpy().tobytes()
+    assert len(sample) or not base.numel()
+    other = base.clone()
+    if base.numel():
+        other.view(-1)[-1] += 1
+        assert kernels.bits_digest(other) != kernels.bits_digest(base)

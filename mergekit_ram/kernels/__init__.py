@@ -22,7 +22,7 @@ from mergekit_ram.kernels._dtypes import (
     rounded_tensor,
     working_dtype,
 )
-from mergekit_ram.kernels._staging import pieces
+from mergekit_ram.kernels._staging import pieces, split
 from mergekit_ram.overlap import OverlapCounts
 
 # Elements that are hashed at a time.
@@ -117,18 +117,22 @@ def merge_and_count(
 
 def bits_sample(tensor: torch.Tensor) -> bytes:
     """Return the bits of a tensor's first elements: unlike tensors rarely have the same."""
-    first = tensor.detach().reshape(-1)[:64].cpu().contiguous()
-    return first.view(torch.uint8).numpy().tobytes()
+    for index in split(tensor.shape, 64):
+        return _bytes(tensor.detach()[index]).tobytes()
+    return b""
 
 
 def bits_digest(tensor: torch.Tensor) -> bytes:
     """Return a digest of a tensor's bits, to tell copies."""
     digest = hashlib.blake2b()
-    flat = tensor.detach().reshape(-1)
-    for low in range(0, flat.numel(), DIGEST_CHUNK):
-        part = flat[low : low + DIGEST_CHUNK].cpu().contiguous()
-        digest.update(part.view(torch.uint8).numpy().data)
+    for index in split(tensor.shape, DIGEST_CHUNK):
+        digest.update(_bytes(tensor.detach()[index]).data)
     return digest.digest()
+
+
+def _bytes(tensor: torch.Tensor) -> np.ndarray:
+    """Bits of a small tensor, in the order of its elements."""
+    return tensor.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def convert(

@@ -28,7 +28,7 @@ def pieces(
         yield (...,), [t.detach().view(-1) for t in tensors], 0
         return
     itemsize = max(dtype.itemsize, inner.itemsize)
-    for index in _split(tensors[0].shape, max(1, STAGING // (2 * len(tensors) * itemsize))):
+    for index in split(tensors[0].shape, max(1, STAGING // (2 * len(tensors) * itemsize))):
         flat = []
         overflow = 0
         for tensor in tensors:
@@ -40,7 +40,7 @@ def pieces(
         yield index, flat, overflow
 
 
-def _split(shape: Sequence[int], limit: int) -> Iterator[Index]:
+def split(shape: Sequence[int], limit: int) -> Iterator[Index]:
     """Indices of the contiguous pieces of at most ``limit`` elements that make up a tensor."""
     if not shape:
         yield (...,)
@@ -48,7 +48,7 @@ def _split(shape: Sequence[int], limit: int) -> Iterator[Index]:
     row = math.prod(shape[1:])
     if row > limit:
         for i in range(shape[0]):
-            for rest in _split(shape[1:], limit):
+            for rest in split(shape[1:], limit):
                 yield (i, *rest)
         return
     step = max(1, limit // max(row, 1))
