@@ -9,8 +9,8 @@ reading all inputs and writing one output's worth of bytes to the same disk.
 
     python -m benchmarks.merge
     python -m benchmarks.merge --size 1.5B --runs 1 --method ram --method ram_plus
-    # In a process that cannot have more than 8 GB of anonymous memory:
-    python -m benchmarks.merge --size 7B --runs 1 --method ram --method ram_plus --limit 8 \\
+    # In a process that cannot have more than 8 GB of anonymous memory, and 4.4 GB of mapped shards:
+    python -m benchmarks.merge --size 7B --runs 1 --method ram --method ram_plus --limit 12.4 \\
         -- --out-shard-size 1B
 """
 
@@ -208,7 +208,8 @@ def run(
     """Run one command and watch its memory; mapped file pages do not count.
 
     Args:
-        limit: GB (1e9 bytes) of writable private memory that the process may have.
+        limit: GB (1e9 bytes) of private memory that the process may have. The system counts
+            the mapped input files with it, one shard per model, as torch maps them writable.
     """
     shutil.rmtree(out, ignore_errors=True)
     config = {
@@ -272,7 +273,7 @@ def run(
 @click.option("--method", "methods", multiple=True, type=click.Choice(list(METHODS)))
 @click.option("--runs", default=3, show_default=True, help="of each method, of which the median")
 @click.option("--folder", type=click.Path(path_type=Path), default=Path("build/benchmark"))
-@click.option("--limit", type=float, help="GB of anonymous memory that a process may have")
+@click.option("--limit", type=float, help="GB of memory that a process may have")
 @click.option(
     "--distinct", default=AGENTS, help="agents with files of their own", show_default=True
 )
