@@ -42,6 +42,8 @@ def run(
         event: what happens; see ``EVENTS``.
         file: what it happens to.
     """
+    # Where the tests run in the background of a shell, Ctrl-C is ignored from the start.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if point is not None:
         POINTS[point](lambda: EVENTS[event](file))
     COMMANDS[command](arguments, prog_name=command)
