@@ -255,8 +255,8 @@ def _checked(request: Request, out_path: str | None, findings: list[Finding]) ->
 
     def look_at_output() -> None:
         if out_path is not None:
-            merges = [p.merge for p in planned]
-            preflight.check_output(request.config, merges, out_path, request.options)
+            tensors = preflight.PlannedTensors([p.merge for p in planned])
+            preflight.check_output(request.config, tensors, out_path, request.options)
 
     steps: list[Callable[[], None]] = [
         lambda: preflight.check_request(request.config, request.options),

@@ -17,7 +17,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from pydantic import BaseModel
 
 from mergekit_ram import former, preflight, record
-from mergekit_ram._mergekit.merging import wrap_run_merge
+from mergekit_ram._mergekit.merging import sections_of, wrap_run_merge
 from mergekit_ram._mergekit.planning import (
     files_written,
     with_extra,
@@ -76,6 +76,7 @@ class _ByConfig:
 
 _checked = _ByConfig()
 _whole = _ByConfig()
+_tensors = _ByConfig()
 _reports = _ByConfig()
 
 
@@ -155,9 +156,9 @@ class _Extension:
         Raises:
             RamError: it cannot be merged.
         """
-        written = [config, *(getattr(config, "modules", None) or {}).values()]
-        sliced = any(getattr(section, "slices", None) for section in written)
-        _whole.put(config, not sliced and not getattr(config, "modules", None))
+        written = sections_of(config)
+        sliced = any(getattr(section, "slices", None) for section in written.values())
+        _whole.put(config, not sliced and len(written) == 1)
         if not _checked.pop(config):
             preflight.check_request(config, options)
             if not isinstance(config, MergeConfiguration):  # mergekit-pytorch's
@@ -173,7 +174,8 @@ class _Extension:
         Raises:
             RamError: by the models' headers the tensors cannot be merged.
         """
-        preflight.check_plan(config, tasks, whole=bool(_whole.pop(config)))
+        tensors = preflight.check_plan(config, tasks, whole=bool(_whole.pop(config)))
+        _tensors.put(config, tensors)
         if not tasks or not _needs_measurement(tasks):
             return tasks
         overlap = MeasureOverlap.model_construct(
@@ -197,7 +199,7 @@ class _Extension:
         out_path = finalize.writer_task.out_path
         extra: dict[str, Any] = {}
         if out_path:  # none where only the plan is wanted
-            preflight.check_output(config, merges, out_path, options)
+            preflight.check_output(config, _tensors.pop(config), out_path, options)
             extra["former"] = former.files_of_merges(Path(out_path))
         if merges and isinstance(merges[0], RescaledMergeTask):
             extra["measured"] = merges[0].overlap

@@ -8,7 +8,7 @@ from pathlib import Path
 import mergekit_ram
 from mergekit_ram.advice import warnings
 from mergekit_ram.errors import warn_once
-from mergekit_ram.overlap import OverlapCounts, overlap_unique_ratio
+from mergekit_ram.overlap import OverlapCounts
 from mergekit_ram.report import OverlapReport, Range, share
 
 LOG = logging.getLogger(__name__)
@@ -80,7 +80,7 @@ def _cells(report: OverlapReport, i: int) -> tuple[str, str, str, str, str, str]
     """Density, unique, shared, below epsilon, rho and lambda of agent ``i``."""
     total = report.total
     changed, unique, shared = (int(c[i]) for c in (total.changed, total.unique, total.shared))
-    rho = overlap_unique_ratio(shared, unique)
+    rho = report.rho(i)
     return (
         _percent(changed, total.elements),
         _percent(unique, changed),

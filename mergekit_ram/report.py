@@ -15,7 +15,7 @@ from mergekit_ram.overlap import (
     ModelOverlap,
     OverlapCounts,
     overlap_unique_ratio,
-    rescale_factor,
+    rescale_factors,
 )
 
 FORMAT, FORMAT_VERSION = "mergekit-ram overlap", 1
@@ -57,6 +57,10 @@ class OverlapReport:
         agent = self.overlap.agents[i]
         return any(agent in counts.agents for counts in self.overlap.tensors.values())
 
+    def rho(self, i: int) -> float | None:
+        """Overlap-unique ratio of agent ``i`` over the whole model."""
+        return overlap_unique_ratio(int(self.total.shared[i]), int(self.total.unique[i]))
+
     def setting(self, name: str, agent: Hashable) -> Range:
         """Smallest and largest value of a parameter over the merged tensors."""
         values = {
@@ -70,13 +74,12 @@ class OverlapReport:
     def rescale_factors(self) -> dict[Hashable, Range]:
         """Smallest and largest factor lambda of each agent over the merged tensors."""
         found: dict[Hashable, set[float]] = {agent: set() for agent in self.overlap.agents}
-        whole = _shared_and_unique(self.total)
         for tensor, counts in self.overlap.tensors.items():
-            here = _shared_and_unique(counts) if self.tensor_local else whole
-            for agent in counts.agents:
-                values = self.settings[tensor][agent]
-                shared, unique = here.get(agent, (0, 0))
-                found[agent].add(rescale_factor(shared, unique, values["r"], values["alpha"]))
+            of_tensor = self.settings[tensor]
+            r, alpha = ({a: of_tensor[a][key] for a in counts.agents} for key in ("r", "alpha"))
+            whole = counts if self.tensor_local else self.total
+            for agent, factor in rescale_factors(whole, r, alpha).items():
+                found[agent].add(factor)
         return {a: (min(f), max(f)) if f else (1.0, 1.0) for a, f in found.items()}
 
     def by_kind(self) -> dict[str, OverlapCounts]:
@@ -107,7 +110,7 @@ class OverlapReport:
             "agents": [
                 {"model": str(agent)}
                 | counts
-                | {"rho": _rho(self.total, i)}
+                | {"rho": self.rho(i)}
                 | _from_range("rescale_factor", self.rescale_factors[agent])
                 | {
                     "parameters": {
@@ -150,17 +153,6 @@ def share(part: int, whole: int) -> str:
 def _spread(counts: OverlapCounts, agents: Sequence[Hashable]) -> OverlapCounts:
     """Counts with a row for every agent of the merge."""
     return OverlapCounts.zero(agents) + counts
-
-
-def _shared_and_unique(counts: OverlapCounts) -> dict[Hashable, tuple[int, int]]:
-    return {
-        agent: (int(shared), int(unique))
-        for agent, shared, unique in zip(counts.agents, counts.shared, counts.unique, strict=True)
-    }
-
-
-def _rho(counts: OverlapCounts, i: int) -> float | None:
-    return overlap_unique_ratio(int(counts.shared[i]), int(counts.unique[i]))
 
 
 def _elements(counts: OverlapCounts) -> dict[str, int]:

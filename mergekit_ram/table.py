@@ -10,7 +10,7 @@ from rich.text import Text
 
 from mergekit_ram.advice import advice, warnings
 from mergekit_ram.kinds import layer_labels
-from mergekit_ram.overlap import OverlapCounts, overlap_unique_ratio
+from mergekit_ram.overlap import OverlapCounts
 from mergekit_ram.record import span
 from mergekit_ram.report import OverlapReport, share
 
@@ -117,7 +117,7 @@ def _agents(report: OverlapReport, width: int) -> Table:
         changed = int(total.changed[i])
         row = [int(x) for x in total.overlap[i]]
         with_others = [*row[1:separate], sum(row[separate:])] if separate else []
-        rho = overlap_unique_ratio(int(total.shared[i]), int(total.unique[i]))
+        rho = report.rho(i)
         table.add_row(
             str(i + 1),
             share(changed, total.elements),

@@ -9,12 +9,22 @@ from typing import Any
 from mergekit.config import MergeConfiguration
 
 
+def sections_of(config: Any) -> dict[str, Any]:
+    """The parts of a config that list models or slices, by how their places begin.
+
+    Itself, and its modules; mergekit-pytorch's configs have neither modules nor slices.
+    """
+    modules = getattr(config, "modules", None) or {}
+    return {"": config} | {f"modules.{name}.": module for name, module in modules.items()}
+
+
 def models_in_order(config: Any) -> list[Any]:
     """All models of a config, the base model first."""
     models = [config.base_model] if config.base_model else []
-    for section in (config, *(config.modules or {}).values()):
+    for section in sections_of(config).values():
         models += [m.model for m in section.models or ()]
-        models += [source.model for s in section.slices or () for source in s.sources]
+        slices = getattr(section, "slices", None) or ()
+        models += [source.model for s in slices for source in s.sources]
     return list(dict.fromkeys(models))
 
 

@@ -8,8 +8,10 @@ from mergekit_ram.preflight.models import check_models
 from mergekit_ram.preflight.output import check_output
 from mergekit_ram.preflight.plan import check_plan, plan_by_headers
 from mergekit_ram.preflight.request import check_modules, check_request
+from mergekit_ram.preflight.tensors import PlannedTensors
 
 __all__ = [
+    "PlannedTensors",
     "check_models",
     "check_modules",
     "check_output",

@@ -9,6 +9,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from mergekit._data import chat_templates
@@ -16,9 +17,10 @@ from mergekit.architecture import arch_info_for_config
 from mergekit.common import ModelReference
 
 from mergekit_ram import headers
+from mergekit_ram._mergekit.merging import sections_of
 from mergekit_ram.errors import fail, warn_once
 from mergekit_ram.headers import Checkpoint, section, some
-from mergekit_ram.preflight.request import models_of, source_lists
+from mergekit_ram.preflight.request import models_of, source_lists, tokenizer_source
 
 _LAYER_KEYS = ("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers")
 # Quantised checkpoints keep codes with their scales beside them, by names like these.
@@ -104,7 +106,7 @@ def _same_model(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[
 
 def _layers(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[str]:
     """Models of different depth, which only slices can merge."""
-    sections = [config, *(getattr(config, "modules", None) or {}).values()]
+    sections = sections_of(config).values()
     named = {m.model for s in sections for m in s.models or ()} | {config.base_model}
     for part in ("", "text_config", "vision_config", "audio_config"):
         for key in _LAYER_KEYS:
@@ -159,8 +161,7 @@ _TOKENIZER_FILES = (
 
 def _tokenizers(config: Any, checkpoints: Mapping[Any, Checkpoint]) -> Iterator[str]:
     """Tokenizers that the merge needs and will not find, and chat templates likewise."""
-    tokenizer = getattr(config, "tokenizer", None)
-    source = tokenizer.source if tokenizer else getattr(config, "tokenizer_source", None)
+    source = tokenizer_source(config)
     if isinstance(source, ModelReference):
         path = source.model.path
         close = difflib.get_close_matches(path, ("union", "base"), n=1)
@@ -211,11 +212,7 @@ def _architectures(checkpoints: Mapping[Any, Checkpoint], options: Any) -> Itera
 
 
 def _definition(architectures: list[str], model_type: Any) -> Any:
-    class Config:
-        pass
-
-    config = Config()
-    config.__dict__ |= {"architectures": architectures[:1], "model_type": model_type}
+    config = SimpleNamespace(architectures=architectures[:1], model_type=model_type)
     try:
         return arch_info_for_config(config)
     except Exception:  # it needs more of the configuration than its name: let MergeKit decide

@@ -5,26 +5,23 @@ from __future__ import annotations
 import math
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from mergekit.common import ModelReference
-from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
 from mergekit_ram import former
 from mergekit_ram.errors import fail
 from mergekit_ram.headers import some
 from mergekit_ram.preflight.plan import FLOATS
-from mergekit_ram.preflight.request import models_of
+from mergekit_ram.preflight.request import models_of, tokenizer_source
 from mergekit_ram.preflight.tensors import PlannedTensors
 
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8}
 
 
-def check_output(
-    config: Any, merges: Sequence[ExecuteMergeMethodTask], out_path: str, options: Any
-) -> None:
+def check_output(config: Any, tensors: PlannedTensors, out_path: str, options: Any) -> None:
     """Check the folder that a merge is to be written to.
 
     Raises:
@@ -34,7 +31,7 @@ def check_output(
     problem = _place(config, out_path)
     if problem is None:
         parent = _existing(Path(out_path))
-        size, free = _size(config, merges), shutil.disk_usage(parent).free
+        size, free = _size(config, tensors), shutil.disk_usage(parent).free
         problem = _foreign(Path(out_path), size, options)
         if problem is None and size > free:
             problem = (
@@ -97,16 +94,14 @@ def _inputs(config: Any) -> Iterator[tuple[Any, Path]]:
         for path in paths:
             if os.path.exists(path):
                 yield model, Path(os.path.realpath(path))
-    tokenizer = getattr(config, "tokenizer", None)
-    source = tokenizer.source if tokenizer else getattr(config, "tokenizer_source", None)
+    source = tokenizer_source(config)
     if isinstance(source, ModelReference) and os.path.exists(source.model.path):
         yield f"the tokenizer's source {source}", Path(os.path.realpath(source.model.path))
 
 
-def _size(config: Any, merges: Sequence[ExecuteMergeMethodTask]) -> int:
+def _size(config: Any, tensors: PlannedTensors) -> int:
     """Bytes of the merged tensors."""
     wanted = str(config.out_dtype or config.dtype or "").removeprefix("torch.")
-    tensors = PlannedTensors(merges)
     sizes: dict[str, int] = {}
     for entry in [*tensors.entries, *tensors.parts]:
         name = str(entry.task.output_weight.force_dtype or wanted).removeprefix("torch.")

@@ -36,8 +36,10 @@ _COMPUTED = re.compile(
 
 def check_plan(
     config: Any, merges: Sequence[ExecuteMergeMethodTask], *, whole: bool = True
-) -> None:
+) -> PlannedTensors:
     """Check the tensors that a plan merges against what the models' headers say.
+
+    Returns them, for other checks.
 
     Args:
         config: of the merge.
@@ -54,7 +56,6 @@ def check_plan(
                 "config names no layers and no modules that the models have."
             ]
         )
-        return
     tensors = PlannedTensors(merges)
     fail([*_missing(tensors), *_partial(tensors), *_shapes(tensors), *_coded(tensors)])
     _warn_of_rounding(config, tensors)
@@ -62,6 +63,7 @@ def check_plan(
     _warn_of_heads(tensors)
     if whole:
         _warn_of_extra(tensors)
+    return tensors
 
 
 def plan_by_headers(config: Any, options: Any) -> None:

@@ -6,6 +6,7 @@ import difflib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from mergekit_ram._mergekit.merging import models_in_order, sections_of
 from mergekit_ram.errors import fail, warn_once
 from mergekit_ram.parameters import check_config
 
@@ -84,9 +85,7 @@ def check_modules(config: Any, architecture: Any) -> None:
 def source_lists(config: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
     """Every list of models to merge, with its place in the config and its base model."""
     base = config.base_model
-    sections = {"": config}
-    sections |= {f"modules.{n}.": m for n, m in (getattr(config, "modules", None) or {}).items()}
-    for place, section in sections.items():
+    for place, section in sections_of(config).items():
         if section.models:
             yield f"{place}models", base, section.models
         for i, definition in enumerate(getattr(section, "slices", None) or ()):
@@ -94,21 +93,20 @@ def source_lists(config: Any) -> Iterator[tuple[str, Any, Sequence[Any]]]:
 
 
 def models_of(config: Any) -> list[Any]:
-    """All models of a config, in its order."""
-    models = [config.base_model] if config.base_model else []
-    for _, base, sources in source_lists(config):
-        models += [base] if base else []
-        models += [source.model for source in sources]
-    return list(dict.fromkeys(models))
+    """All models of a config, in its order, with the base models that slices name."""
+    bases = (base for _, base, _ in source_lists(config) if base)
+    return list(dict.fromkeys([*models_in_order(config), *bases]))
+
+
+def tokenizer_source(config: Any) -> Any:
+    """Where the output's tokenizer comes from; None where it is copied."""
+    tokenizer = getattr(config, "tokenizer", None)
+    return tokenizer.source if tokenizer else getattr(config, "tokenizer_source", None)
 
 
 def _warn_of_slices(config: Any) -> None:
-    sections: dict[str, list[Any]] = {"slices": getattr(config, "slices", None) or []}
-    sections |= {
-        f"modules.{name}.slices": module.slices or []
-        for name, module in (getattr(config, "modules", None) or {}).items()
-    }
-    for place, slices in sections.items():
+    for place, section in sections_of(config).items():
+        slices = getattr(section, "slices", None) or []
         lengths = [len(definition.sources) for definition in slices]
         if len(set(lengths)) <= 1:
             continue
@@ -124,6 +122,7 @@ def _warn_of_slices(config: Any) -> None:
                 "after the last layer from the last slice's"
             )
         warn_once(
-            f"{place}: the slices' source lists differ in length ({', '.join(map(str, lengths))}):"
-            f" {what}. List all models in every slice; `weight: 0` leaves one out of a slice."
+            f"{place}slices: the slices' source lists differ in length "
+            f"({', '.join(map(str, lengths))}): {what}. List all models in every slice; "
+            "`weight: 0` leaves one out of a slice."
         )
